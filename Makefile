@@ -1,0 +1,34 @@
+# `make demo` and `make test` take a fresh machine (Python >= 3.10) to a finished result.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+FLOORS := plugins runtime exporter calibrate tools
+
+.PHONY: install demo test lint bench clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev]'
+	touch $@
+
+demo: install
+	$(BIN)/toprovar demo --out out/demo
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	# mypy wants a folder named like the package: a farm of links to the floors
+	rm -rf $(VENV)/typing && mkdir -p $(VENV)/typing/toprovar
+	for floor in $(FLOORS); do ln -s ../../../$$floor $(VENV)/typing/toprovar/$$floor; done
+	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p toprovar
+
+bench: install
+	$(BIN)/toprovar bench out/demo/bundle
+
+clean:
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache

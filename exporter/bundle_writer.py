@@ -1,0 +1,318 @@
+"""Writes a bundle: one weights file, the graphs that point into it, and the manifest that describes them.
+
+The folder is made under a temporary name beside its final one and renamed when it is whole: an interrupted export leaves
+no half bundle. The same inputs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from toprovar.exporter.infinity.config import InfinityConfig
+from toprovar.runtime.bundle import sha256_of
+from toprovar.runtime.errors import ToprovarError
+from toprovar.runtime.guidance import Guidance
+from toprovar.runtime.json_files import write_json
+from toprovar.runtime.manifest import (
+    MANIFEST_FILE,
+    FileFacts,
+    Graph,
+    Manifest,
+    Step,
+    Text,
+    TextEncoder,
+)
+from toprovar.runtime.plan import Plan, dense_plan, save_plan
+from toprovar.runtime.version import VERSION
+
+if TYPE_CHECKING:
+    from toprovar.exporter.graph_builder import GraphBuilder
+    from toprovar.exporter.infinity.graphs import StepOptions
+    from toprovar.exporter.model import Model
+    from toprovar.exporter.weights_file import WeightsLayout
+
+PLAN_FILE = "plan.json"
+VOCABULARY_FILE = "vocabulary.json"
+WEIGHTS_FILE = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What an export would make. weights_bytes and graph_bytes on disk; peak_bytes of weights, cache and codes at run time."""
+
+    graphs: int
+    weights_bytes: int
+    graph_bytes: int
+    cache_bytes: int
+    scales: list[dict[str, int]]
+
+
+class BundleGraphs:
+    """All graphs of a bundle, built one at a time from a layout; needs no weights, so it also serves dry runs."""
+
+    def __init__(self, model: Model, plan: Plan, options: StepOptions) -> None:
+        from toprovar.exporter.infinity.weights import compute_dtype_of
+        from toprovar.exporter.weights_file import WeightSpec, layout_weights
+
+        self.model, self.plan, self.options = model, plan, options
+        self.dense = dense_plan(plan.backbone, plan.schedule)
+        self.thunks = model.exported_weights(plan.schedule)
+        compute = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}[options.compute]
+        self.dtypes = {
+            name: "F32" if name.startswith(("decoder.", "rgb_", "text_encoder.")) else compute_dtype_of(name, compute)
+            for name in self.thunks
+        }
+        specs = {name: WeightSpec(self.dtypes[name], tuple(thunk().shape)) for name, thunk in self.thunks.items()}
+        self.layout: WeightsLayout = layout_weights(specs)
+
+    def array(self, name: str) -> np.ndarray:
+        """A tensor in the type it is stored in; bf16 as uint16 bits."""
+        import torch
+
+        tensor = self.thunks[name]().detach().contiguous()
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[self.dtypes[name]]
+        if not torch.isfinite(tensor).all():
+            raise ToprovarError(f"weight {name} holds non-finite values", "check the checkpoint with: toprovar inspect")
+        tensor = tensor.to(dtype)
+        return (tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor).numpy()
+
+    def prompt(self) -> GraphBuilder:
+        from toprovar.exporter.infinity.graphs import prompt_graph
+
+        return prompt_graph(self.model.config, self.layout, self.options)
+
+    def decoder(self) -> GraphBuilder | None:
+        from toprovar.exporter.infinity.graphs import decoder_graph
+
+        if self.model.tokenizer is None:
+            return None
+        _, height, width = self.code_shape
+        return decoder_graph(self.model.tokenizer.config, (height, width), self.layout, self.options.images)
+
+    def text_encoder(self) -> GraphBuilder | None:
+        from toprovar.exporter.demo.graph import text_encoder_graph
+
+        if self.model.text_encoder is None:
+            return None
+        return text_encoder_graph(self.model.text_encoder, self.options.text_tokens, self.layout)
+
+    @property
+    def code_shape(self) -> tuple[int, int, int]:
+        config: InfinityConfig = self.model.config
+        height, width = self.plan.schedule[-1]
+        return config.code_channels, height * config.patch, width * config.patch
+
+    def variants(self) -> dict[str, list[tuple[str, Plan, int]]]:
+        """Per variant: (file name, plan, scale); planned steps that equal the dense ones share their file."""
+        dense = [(f"step_{k:02d}.onnx", self.dense, k) for k in self.dense.run_scales]
+        variants = {"dense": dense}
+        if self.plan.method != "dense":
+            variants["planned"] = [
+                dense[k] if self._same_as_dense(k) else (f"step_{k:02d}_planned.onnx", self.plan, k)
+                for k in self.plan.run_scales
+            ]
+        return variants
+
+    def _same_as_dense(self, scale: int) -> bool:
+        plan = self.plan
+        return (
+            plan.counts(scale) == self.dense.counts(scale)
+            and plan.cached_tokens(scale) == self.dense.cached_tokens(scale)
+            and not plan.source_layers(scale)
+            and not plan.residual_layers(scale)
+            and scale != plan.run_scales[-1]
+        ) or (plan.skip_scales == () and not plan.keep)
+
+    def step(self, plan: Plan, scale: int) -> GraphBuilder:
+        from toprovar.exporter.infinity.graphs import step_graph
+
+        return step_graph(self.model.config, plan, scale, self.layout, self.options)
+
+    def gates(self, plan: Plan, scale: int) -> dict[int, str]:
+        """{layer: output with its kept positions}."""
+        from toprovar.exporter.infinity.graphs import gate_name
+
+        sources = plan.score.source_layer.get(scale, {})
+        tokens, counts = plan.tokens(scale), plan.counts(scale)
+        return {
+            layer: gate_name(source, counts[layer])
+            for layer, source in sources.items()
+            if 0 < counts[layer] < tokens or (counts[layer] == tokens and self.options.gate_whole_layers)
+        }
+
+
+def export_bundle(
+    model: Model,
+    out: Path,
+    guidance: Guidance,
+    options: StepOptions,
+    plan: Plan | None = None,
+    schedule: tuple[tuple[int, int], ...] | None = None,
+    overwrite: bool = True,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Manifest:
+    """Exports a model, dense and (with a plan that prunes) planned.
+
+    out:         the bundle's folder; an existing bundle there is replaced when the new one is whole
+    on_progress: (what, done, total)
+    Raises:      ToprovarError if the plan belongs to another model or the folder cannot be written.
+    """
+    if plan is None:
+        if schedule is None:
+            raise ValueError("a schedule or a plan is needed")
+        plan = dense_plan(model.backbone, schedule)
+    plan.check()
+    plan.check_backbone(model.backbone, plan.schedule)
+    graphs = BundleGraphs(model, plan, options)
+    with _replacing(out, overwrite) as folder:
+        return _write(graphs, folder, guidance, on_progress)
+
+
+def _write(
+    graphs: BundleGraphs, folder: Path, guidance: Guidance, on_progress: Callable[[str, int, int], None]
+) -> Manifest:
+    from toprovar.exporter.weights_file import write_weights
+
+    model, plan, options = graphs.model, graphs.plan, graphs.options
+    variants = graphs.variants()
+    unique = {file: (step_plan, scale) for steps in variants.values() for file, step_plan, scale in steps}
+    total = len(unique) + 4
+    done = 0
+
+    def advance(what: str) -> None:
+        nonlocal done
+        done += 1
+        on_progress(what, done, total)
+
+    write_weights(folder / WEIGHTS_FILE, graphs.layout, graphs.array)
+    advance("weights")
+    signatures: dict[str, Graph] = {}
+
+    def save(builder: GraphBuilder, file: str) -> Graph:
+        builder.save(folder / file)
+        signatures[file] = Graph(file=file, inputs=builder.signature("inputs"), outputs=builder.signature("outputs"))
+        advance(file)
+        return signatures[file]
+
+    prompt = save(graphs.prompt(), "prompt.onnx")
+    decoder_builder, text_builder = graphs.decoder(), graphs.text_encoder()
+    decoder = save(decoder_builder, "decoder.onnx") if decoder_builder else None
+    encoder = None
+    if text_builder:
+        write_json(folder / VOCABULARY_FILE, model.vocabulary)
+        encoder = TextEncoder(
+            kind="words",
+            vocabulary=VOCABULARY_FILE,
+            graph=save(text_builder, "text_encoder.onnx"),
+            max_tokens=options.text_tokens,
+        )
+    for file, (step_plan, scale) in unique.items():
+        save(graphs.step(step_plan, scale), file)
+    if plan.method != "dense":
+        save_plan(plan, folder / PLAN_FILE)
+    manifest = Manifest(
+        tool_version=VERSION,
+        model=plan.backbone,
+        schedule=plan.schedule,
+        code_shape=graphs.code_shape,
+        compute=options.compute,  # type: ignore[arg-type]
+        rows=options.rows,  # type: ignore[arg-type]
+        guidance=guidance,
+        text=Text(
+            tokens=options.text_tokens,
+            width=model.config.text_width,
+            unconditional="cfg_uncond",
+            encoder=encoder,
+        ),
+        prompt=prompt,
+        decoder=decoder,
+        variants={
+            name: tuple(
+                Step(
+                    scale=scale,
+                    tokens=step_plan.tokens(scale),
+                    counts=step_plan.counts(scale),
+                    gates=graphs.gates(step_plan, scale),
+                    graph=signatures[file],
+                )
+                for file, step_plan, scale in steps
+            )
+            for name, steps in variants.items()
+        },
+        plan_file=PLAN_FILE if plan.method != "dense" else None,
+        method=plan.method,
+        weights_file=WEIGHTS_FILE,
+        files={
+            path.name: FileFacts(size_bytes=path.stat().st_size, sha256=sha256_of(path))
+            for path in sorted(folder.iterdir())
+        },
+    )
+    write_json(folder / MANIFEST_FILE, manifest.model_dump(mode="json"))
+    return manifest
+
+
+def bill(graphs: BundleGraphs) -> Bill:
+    """Builds every graph in memory and counts, without weights or files."""
+    import onnx_ir as ir
+
+    variants = graphs.variants()
+    unique = {file: (plan, scale) for steps in variants.values() for file, plan, scale in steps}
+    builders = [graphs.prompt(), graphs.decoder(), graphs.text_encoder()]
+    sizes = [ir.serde.serialize_model(b.model()).ByteSize() for b in builders if b is not None]
+    for plan, scale in unique.values():
+        sizes.append(ir.serde.serialize_model(graphs.step(plan, scale).model()).ByteSize())
+    item = 4 if graphs.options.compute == "fp32" else 2
+    row = graphs.options.rows * graphs.model.config.width * item * 2
+    last = graphs.dense.run_scales[-1]
+    cache_bytes = sum(graphs.dense.cached_tokens(last)) * row
+    scales = []
+    for k in range(graphs.plan.scales):
+        counts = graphs.plan.counts(k)
+        scales.append({"scale": k, "tokens": graphs.plan.tokens(k), "planned": sum(counts) // len(counts)})
+    return Bill(len(sizes), graphs.layout.size_bytes, sum(sizes), cache_bytes, scales)
+
+
+@contextmanager
+def _replacing(out: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder beside `out` that takes its place when the block ends well."""
+    if out.exists():
+        if not out.is_dir():
+            raise ToprovarError(f"{out} is a file; expected a folder to write the bundle into", "choose another --out")
+        holds = [path.name for path in out.iterdir()]
+        if holds and MANIFEST_FILE not in holds:
+            raise ToprovarError(
+                f"{out} is not empty and no bundle (it holds {holds[0]}); it is left alone", "choose another --out"
+            )
+        if holds and not overwrite:
+            raise ToprovarError(f"{out} already holds a bundle", "choose another --out, or pass --overwrite")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        os.chmod(folder, 0o755)
+    except OSError as error:
+        raise ToprovarError(f"{out} cannot be written: {error.strerror}", "choose another --out") from None
+    try:
+        try:
+            yield folder
+        except OSError as error:
+            raise ToprovarError(
+                f"writing the bundle to {out} failed: {error.strerror}", "free some space, or choose another --out"
+            ) from None
+        if out.exists():
+            retired = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+            os.replace(out, retired / out.name)
+            os.replace(folder, out)
+            shutil.rmtree(retired)
+        else:
+            os.replace(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,198 @@
+"""A thin hand on onnx-ir: writes a graph as one writes the arithmetic, `g.Add(x, y)`.
+
+Matrices are initializers that point into the bundle's weights file; small constants live in the graph. The compute type
+of matrix products is a parameter; what must be fp32 is asked for with `f32`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from toprovar.exporter.weights_file import WeightsLayout
+from toprovar.plugins.entropy_attention.function import (
+    DOMAIN,
+    PLUGIN_VERSION,
+    cached_attention_function,
+    entropy_attention_function,
+)
+from toprovar.plugins.token_gate.function import token_gate_function
+from toprovar.runtime.manifest import TensorFacts
+
+OPSET = 20
+IR_VERSION = 10
+WEIGHTS_FILE = "weights.safetensors"
+DTYPES = {
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+    "I64": ir.DataType.INT64,
+    "U8": ir.DataType.UINT8,
+    "I32": ir.DataType.INT32,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+COMPUTE_DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+FUNCTIONS = {
+    "CachedAttention": cached_attention_function,
+    "EntropyAttention": entropy_attention_function,
+    "TokenGate": token_gate_function,
+}
+PLUGIN = {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION}
+
+
+class GraphBuilder:
+    """Collects nodes, inputs and outputs of one graph.
+
+    layout:  where the weights lie
+    compute: "fp32", "fp16" or "bf16": the type of matrix products
+    """
+
+    def __init__(self, name: str, layout: WeightsLayout, compute: str = "fp32") -> None:
+        self.name = name
+        self.layout = layout
+        self.compute = DTYPES[COMPUTE_DTYPES[compute]]
+        self._nodes: list[ir.Node] = []
+        self._inputs: list[ir.Value] = []
+        self._outputs: list[ir.Value] = []
+        self._initializers: dict[str, ir.Value] = {}
+        self._count = 0
+        self._custom_kinds: set[str] = set()
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def input(self, name: str, shape: Sequence[int], dtype: str = "F32") -> ir.Value:
+        value = ir.Value(name=name, type=ir.TensorType(DTYPES[dtype]), shape=ir.Shape(shape))
+        self._inputs.append(value)
+        return value
+
+    def output(self, value: ir.Value, name: str, shape: Sequence[int], dtype: str = "F32") -> None:
+        named = self.Identity(value)
+        named.name = name
+        named.type = ir.TensorType(DTYPES[dtype])
+        named.shape = ir.Shape(shape)
+        self._outputs.append(named)
+
+    def weight(self, name: str, rows: tuple[int, int] | None = None) -> ir.Value:
+        """A tensor of the weights file, or a contiguous range of its rows."""
+        spec = self.layout.specs[name]
+        shape, offset = spec.shape, self.layout.offsets[name]
+        key = name
+        if rows is not None:
+            start, end = rows
+            row_bytes = spec.size_bytes // shape[0]
+            shape, offset = (end - start, *shape[1:]), offset + start * row_bytes
+            key = f"{name}[{start}:{end}]"
+        if key not in self._initializers:
+            size_bytes = spec.size_bytes if rows is None else (rows[1] - rows[0]) * row_bytes
+            tensor = ir.ExternalTensor(
+                WEIGHTS_FILE, offset, size_bytes, DTYPES[spec.dtype], shape=ir.Shape(shape), name=key
+            )
+            self._initializers[key] = ir.Value(
+                name=key, type=ir.TensorType(DTYPES[spec.dtype]), shape=ir.Shape(shape), const_value=tensor
+            )
+        return self._initializers[key]
+
+    def constant(self, array: np.ndarray | Sequence[int] | float, dtype: Any = None) -> ir.Value:
+        """A small constant inside the graph; whole numbers become int64, other numbers float32. Equal ones are shared."""
+        values = np.asarray(array)
+        if dtype is not None:
+            values = values.astype(dtype)
+        elif values.dtype.kind in "iu":
+            values = values.astype(np.int64)
+        elif values.dtype.kind == "f":
+            values = values.astype(np.float32)
+        content = str(values.reshape(-1).tolist()) if values.size <= 8 else sha256(values.tobytes()).hexdigest()[:16]
+        key = f"const_{values.dtype}_{'x'.join(map(str, values.shape))}_{content}"
+        if key not in self._initializers:
+            tensor = ir.tensor(np.ascontiguousarray(values), name=key)
+            self._initializers[key] = ir.Value(
+                name=key, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor
+            )
+        return self._initializers[key]
+
+    # -- nodes -----------------------------------------------------------------------------------------------------
+
+    def op(self, kind: str, inputs: Sequence[Any], outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+        """Adds a node; numbers and arrays among the inputs become constants. Several outputs come as a tuple."""
+        values = [item if isinstance(item, ir.Value) or item is None else self.constant(item) for item in inputs]
+        node = ir.node(kind, values, attributes, domain=domain, num_outputs=outputs, name=f"n{self._count}_{kind}")
+        for index, value in enumerate(node.outputs):
+            value.name = f"v{self._count}_{index}"
+        self._count += 1
+        self._nodes.append(node)
+        return node.outputs[0] if outputs == 1 else tuple(node.outputs)
+
+    def __getattr__(self, kind: str) -> Callable[..., Any]:
+        if not kind[0].isupper():
+            raise AttributeError(kind)
+
+        def call(*inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
+            return self.op(kind, inputs, outputs, **attributes)
+
+        return call
+
+    def custom(self, kind: str, inputs: Sequence[Any], outputs: int = 1, **attributes: Any) -> Any:
+        """A node of our own domain, with the attributes that let TensorRT take a plugin for it."""
+        self._custom_kinds.add(kind)
+        return self.op(kind, inputs, outputs, domain=DOMAIN, **attributes, **PLUGIN)
+
+    # -- the arithmetic that recurs --------------------------------------------------------------------------------
+
+    def f32(self, x: ir.Value) -> ir.Value:
+        return x if self.compute == ir.DataType.FLOAT else self.Cast(x, to=ir.DataType.FLOAT.value)
+
+    def narrow(self, x: ir.Value) -> ir.Value:
+        return x if self.compute == ir.DataType.FLOAT else self.Cast(x, to=self.compute.value)
+
+    def reshape(self, x: ir.Value, shape: Sequence[int]) -> ir.Value:
+        return self.Reshape(x, self.constant(list(shape)))
+
+    def split(self, x: ir.Value, axis: int, sizes: Sequence[int]) -> Sequence[ir.Value]:
+        parts = self.Split(x, self.constant(list(sizes)), axis=axis, outputs=len(sizes))
+        return parts if len(sizes) > 1 else (parts,)
+
+    def linear(self, x: ir.Value, name: str, bias: str | None = None) -> ir.Value:
+        """x @ W + b in the compute type; W is stored [in, out]. x: fp32 or compute type, at least 2-D."""
+        y = self.MatMul(self.narrow(x), self.weight(name))
+        return self.Add(y, self.weight(bias)) if bias else y
+
+    def layer_norm(self, x: ir.Value, width: int) -> ir.Value:
+        """Layer norm without affine, fp32, eps 1e-6, over the last axis."""
+        return self.LayerNormalization(x, self.constant(np.ones(width, np.float32)), axis=-1, epsilon=1e-6)
+
+    def resize(self, x: ir.Value, rows: np.ndarray | None, columns: np.ndarray | None) -> ir.Value:
+        """Separable resize of [..., h, w] in fp32 by constant matrices [new, old]; None leaves an axis as it is."""
+        if columns is not None:
+            x = self.MatMul(x, self.constant(columns.T))
+        return self.MatMul(self.constant(rows), x) if rows is not None else x
+
+    # -- the finished graph ----------------------------------------------------------------------------------------
+
+    def model(self) -> ir.Model:
+        opsets = {"": OPSET, DOMAIN: 1} if self._custom_kinds else {"": OPSET}
+        graph = ir.Graph(
+            self._inputs,
+            self._outputs,
+            nodes=self._nodes,
+            initializers=list(self._initializers.values()),
+            opset_imports=opsets,
+            name=self.name,
+        )
+        functions = [ir.serde.deserialize_function(FUNCTIONS[kind]()) for kind in sorted(self._custom_kinds)]
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="toprovar", functions=functions)
+
+    def signature(self, side: str) -> dict[str, TensorFacts]:
+        """Names, types and shapes of the graph's "inputs" or "outputs", for the manifest."""
+        values = self._inputs if side == "inputs" else self._outputs
+        return {
+            str(value.name): TensorFacts(dtype=DTYPE_NAMES[value.dtype], shape=tuple(value.shape.numpy()))
+            for value in values
+        }
+
+    def save(self, path: Path) -> None:
+        ir.save(self.model(), path)

@@ -1,0 +1,252 @@
+"""A model ready to calibrate or export: transformer, tokenizer, text encoder and the settings it is meant to run with.
+
+A model is named by a `model.json` (a folder that holds one, or the name of a packaged model such as "demo"), or by a
+checkpoint path with the tokenizer beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from toprovar.exporter.checkpoints import Checkpoint, check_finite, open_checkpoint
+from toprovar.exporter.families import Family, canonical_tokenizer_names, expect_shapes, recognise_family
+from toprovar.exporter.infinity.config import PUBLISHED, InfinityConfig, config_from_shapes
+from toprovar.exporter.schedules import Schedule, schedule_for
+from toprovar.runtime.errors import EnvironmentFault, ToprovarError
+from toprovar.runtime.guidance import Guidance, per_scale
+from toprovar.runtime.json_files import read_json
+from toprovar.runtime.plan import Backbone, model_from_json
+
+if TYPE_CHECKING:
+    from toprovar.exporter.demo.text_encoder import WordTextEncoder
+    from toprovar.exporter.infinity.tokenizer import BitTokenizer
+    from toprovar.exporter.infinity.transformer import Infinity
+    from toprovar.exporter.infinity.weights import Thunks
+
+PACKAGED = {"demo": Path(__file__).parent / "demo"}
+MODEL_FILE = "model.json"
+
+
+class ModelFile(BaseModel):
+    """model.json: the files of a model, relative to it, and how it is meant to be sampled."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    schema_version: int = 1
+    transformer: str
+    tokenizer: str | None = None
+    text_encoder: str | None = None
+    vocabulary: str | None = None
+    aspect: float = 1.0
+    budget: str = "1M"
+    cfg: tuple[float, ...] = (3.0,)
+    tau: tuple[float, ...] = (0.5,)
+    top_p: float = 0.97
+    text_tokens: int = 128
+
+
+@dataclass
+class Model:
+    """transformer, tokenizer and text_encoder in eval mode on the CPU; `settings` are the model's own defaults."""
+
+    name: str
+    config: InfinityConfig
+    transformer: Infinity
+    tokenizer: BitTokenizer | None
+    text_encoder: WordTextEncoder | None
+    vocabulary: Any
+    settings: ModelFile
+    weights_sha256: str
+
+    @property
+    def backbone(self) -> Backbone:
+        c = self.config
+        return Backbone(
+            family="infinity",
+            layers=c.depth,
+            width=c.width,
+            heads=c.heads,
+            bits=c.bits,
+            weights_sha256=self.weights_sha256,
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        return schedule_for(self.settings.aspect, self.settings.budget)
+
+    def guidance(self, schedule: Schedule | None = None) -> Guidance:
+        scales = len(schedule or self.schedule)
+        return Guidance(
+            cfg=per_scale(self.settings.cfg, scales, "cfg"),
+            tau=per_scale(self.settings.tau, scales, "tau"),
+            top_p=self.settings.top_p,
+        )
+
+    def exported_weights(self, schedule: Schedule) -> Thunks:
+        """Every tensor of a bundle's weights file, by name, computed when called."""
+        from toprovar.exporter.infinity.weights import decoder_weights, transformer_weights
+
+        weights = transformer_weights(self.transformer, schedule)
+        if self.tokenizer is not None:
+            weights.update(decoder_weights(self.tokenizer))
+        if self.text_encoder is not None:
+            from toprovar.exporter.demo.graph import text_encoder_weights
+
+            weights.update(text_encoder_weights(self.text_encoder))
+        return weights
+
+
+def require_torch() -> None:
+    """Raises: EnvironmentFault if PyTorch is not installed."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise EnvironmentFault("PyTorch is not installed", "pip install 'toprovar[torch]'") from None
+
+
+def load_infinity(tensors: Mapping[str, Any], what: str, patchify: bool = False) -> Infinity:
+    """Builds the transformer whose sizes the tensors have, and loads them (fp32).
+
+    Raises: ToprovarError for the first tensor that is missing or has another shape.
+    """
+    import torch
+
+    from toprovar.exporter.infinity.transformer import Infinity
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    config = config_from_shapes(shapes, patchify)
+    with torch.device("meta"):
+        model = Infinity(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in list(expected):  # the custom training kernel stores this factor with two axes swapped
+        if name.endswith("scale_mul_1H11") and shapes.get(name) == (1, 1, config.heads, 1):
+            shapes[name] = expected[name]
+        if name.endswith("zero_k_bias"):
+            shapes.setdefault(name, expected[name])
+    expect_shapes(shapes, expected, what)
+    state = {}
+    for name, shape in expected.items():
+        if name in tensors:
+            state[name] = tensors[name].float().reshape(shape)
+        else:
+            state[name] = torch.zeros(shape)
+    check_finite(state, what)
+    model.load_state_dict(state, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(tensors: Mapping[str, Any], what: str) -> BitTokenizer:
+    """Builds the bit tokenizer whose sizes the tensors have, under either naming, and loads them (fp32)."""
+    import torch
+
+    from toprovar.exporter.infinity.tokenizer import BitTokenizer, tokenizer_config_from_shapes
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    canonical = canonical_tokenizer_names(shapes, what)
+    renamed = {canonical.get(name, name): shape for name, shape in shapes.items()}
+    with torch.device("meta"):
+        model = BitTokenizer(tokenizer_config_from_shapes(renamed))
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expect_shapes(renamed, expected, what)
+    state = {
+        canonical.get(name, name): tensors[name].float() for name in tensors if canonical.get(name, name) in expected
+    }
+    check_finite(state, what)
+    model.load_state_dict(state, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def _model_file(model: str) -> tuple[str, Path, ModelFile] | None:
+    """The model.json a name stands for, if it stands for one."""
+    folder = PACKAGED.get(model, Path(model))
+    path = folder / MODEL_FILE if folder.is_dir() else folder
+    if path.name != MODEL_FILE or not path.exists():
+        return None
+    return (
+        (model if model in PACKAGED else folder.name),
+        path.parent,
+        model_from_json(ModelFile, read_json(path), str(path)),
+    )
+
+
+def load_model(model: str, tokenizer: str | None = None, settings: ModelFile | None = None) -> Model:
+    """Loads a model by name, model.json or checkpoint path.
+
+    model:     "demo", a folder with model.json, or a checkpoint (file, index, folder)
+    tokenizer: checkpoint of the bit tokenizer, where `model` is a bare checkpoint
+    Raises:    ToprovarError or EnvironmentFault with what is wrong and what to do.
+    """
+    require_torch()
+    named = _model_file(model)
+    if named is None:
+        base = ModelFile(transformer=model, tokenizer=tokenizer)
+        name, folder, facts = Path(model).name, Path(), settings or base
+        facts = replace_files(facts, base)
+    else:
+        name, folder, facts = named
+    return _load(name, folder, facts)
+
+
+def replace_files(settings: ModelFile, files: ModelFile) -> ModelFile:
+    return settings.model_copy(update={"transformer": files.transformer, "tokenizer": files.tokenizer})
+
+
+def _load(name: str, folder: Path, facts: ModelFile) -> Model:
+    checkpoint = _expect(folder / facts.transformer, Family.INFINITY)
+    transformer = load_infinity(checkpoint.tensors, str(folder / facts.transformer))
+    digest = hashlib.sha256(checkpoint.digest().encode())
+    tokenizer = None
+    config = transformer.config
+    if facts.tokenizer:
+        files = _expect(folder / facts.tokenizer, Family.BIT_TOKENIZER)
+        tokenizer = load_tokenizer(files.tensors, str(folder / facts.tokenizer))
+        config = config.with_code_channels(tokenizer.config.channels)
+        transformer.config = config
+        digest.update(files.digest().encode())
+    encoder, vocabulary = None, None
+    if facts.text_encoder and facts.vocabulary:
+        from toprovar.exporter.demo.text_encoder import text_encoder_from_weights
+
+        files = _expect(folder / facts.text_encoder, Family.WORD_TEXT_ENCODER)
+        encoder = text_encoder_from_weights(dict(files.tensors)).requires_grad_(False)
+        vocabulary = read_json(folder / facts.vocabulary)
+        digest.update(files.digest().encode())
+    return Model(name, config, transformer, tokenizer, encoder, vocabulary, facts, digest.hexdigest())
+
+
+def _expect(path: Path, family: Family) -> Checkpoint:
+    checkpoint = open_checkpoint(path)
+    found = recognise_family(checkpoint.shapes, str(path))
+    if found is not family:
+        raise ToprovarError(
+            f"{path} holds a model of family {found.value}; expected {family.value}", "check which file is which"
+        )
+    return checkpoint
+
+
+def published_without_weights(name: str) -> Model:
+    """A full-size published model on the meta device: shapes only, for dry runs and graph-only exports.
+
+    Raises: ToprovarError if the name is unknown.
+    """
+    require_torch()
+    import torch
+
+    from toprovar.exporter.infinity.tokenizer import BitTokenizer, TokenizerConfig
+    from toprovar.exporter.infinity.transformer import Infinity
+
+    if name not in PUBLISHED:
+        raise ToprovarError(f"unknown model {name}; expected one of {', '.join(PUBLISHED)}")
+    config = PUBLISHED[name]
+    widths = (128, 256, 512, 512) if config.patchify else (128, 256, 512, 512, 512)
+    with torch.device("meta"):
+        transformer = Infinity(config)
+        tokenizer = BitTokenizer(TokenizerConfig(config.code_channels, widths, encoder=False))
+    settings = ModelFile(transformer=name, tau=(1.0,) if config.patchify else (0.5,))
+    return Model(name, config, transformer, tokenizer, None, None, settings, "")

@@ -1,0 +1,42 @@
+"""Resizes as constant matrices: every size is known beforehand, and runtimes disagree about Resize.
+
+Source: models.md 5 (every resize is separable); equal to PyTorch's interpolate up to rounding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def bilinear_matrix(old: int, new: int) -> np.ndarray:
+    """[new, old] float32; rows sum to 1. Half-pixel centres, no antialias, clamped at the borders."""
+    matrix = np.zeros((new, old))
+    for i in range(new):
+        position = max((i + 0.5) * old / new - 0.5, 0.0)
+        low = min(int(position), old - 1)
+        high = min(low + 1, old - 1)
+        weight = position - low
+        matrix[i, low] += 1 - weight
+        matrix[i, high] += weight
+    return matrix.astype(np.float32)
+
+
+def area_matrix(old: int, new: int) -> np.ndarray:
+    """[new, old] float32; mean over bins [floor(i*old/new), ceil((i+1)*old/new))."""
+    matrix = np.zeros((new, old))
+    for i in range(new):
+        start, end = i * old // new, -(-(i + 1) * old // new)
+        matrix[i, start:end] = 1 / (end - start)
+    return matrix.astype(np.float32)
+
+
+RESIZES = {"bilinear": bilinear_matrix, "area": area_matrix}
+
+
+def resize_pair(kind: str, old: tuple[int, int], new: tuple[int, int]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Row and column matrices of a 2-D resize; None where an axis keeps its size."""
+    matrix = RESIZES[kind]
+    return (
+        None if old[0] == new[0] else matrix(old[0], new[0]),
+        None if old[1] == new[1] else matrix(old[1], new[1]),
+    )

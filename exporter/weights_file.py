@@ -1,0 +1,100 @@
+"""The one weights file of a bundle: a safetensors file whose layout is known before it is written.
+
+Graphs point into it by offset, so the layout comes first; tensors are then streamed one at a time, which keeps memory at
+one tensor whatever the model's size. Large tensors come first and the header is padded, so every matrix starts at a
+multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from toprovar.runtime.errors import ToprovarError
+
+ALIGNMENT = 64
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1}
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """dtype in safetensors' spelling; shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class WeightsLayout:
+    """Where each tensor lies. offsets are from the start of the file."""
+
+    specs: dict[str, WeightSpec]
+    offsets: dict[str, int]
+    header: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.header) + sum(spec.size_bytes for spec in self.specs.values())
+
+
+def layout_weights(specs: Mapping[str, WeightSpec]) -> WeightsLayout:
+    """Aligned tensors first, then the rest; by name inside each group, so the same specs give the same bytes."""
+    order = sorted(specs, key=lambda name: (specs[name].size_bytes % ALIGNMENT != 0, name))
+    entries, position = {}, 0
+    for name in order:
+        spec = specs[name]
+        entries[name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [position, position + spec.size_bytes],
+        }
+        position += spec.size_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {name: len(header) + entries[name]["data_offsets"][0] for name in order}
+    return WeightsLayout({name: specs[name] for name in order}, offsets, header)
+
+
+def write_weights(
+    path: Path,
+    layout: WeightsLayout,
+    tensor: Callable[[str], np.ndarray],
+    on_progress: Callable[[int], None] = lambda size_bytes: None,
+) -> None:
+    """Streams the tensors in layout order under a temporary name, then renames.
+
+    tensor: gives the array of a name; bf16 as uint16 bits.
+    Raises: ToprovarError if an array does not fit its place or the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(layout.header)
+            for name, spec in layout.specs.items():
+                array = np.ascontiguousarray(tensor(name))
+                if array.nbytes != spec.size_bytes or tuple(array.shape) != spec.shape:
+                    raise AssertionError(f"{name}: {array.shape} {array.dtype} does not fit {spec}")
+                file.write(array.reshape(-1).view(np.uint8).data)
+                on_progress(spec.size_bytes)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ToprovarError(
+            f"{path} cannot be written: {error.strerror}", f"{layout.size_bytes} bytes are needed; choose another --out"
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def names(layout: WeightsLayout) -> Iterable[str]:
+    return layout.specs.keys()

@@ -1,0 +1,33 @@
+"""TokenGate as an ONNX function: positions of the `count` lowest scores, ascending; ties to the smaller index.
+
+    score   [N] float32
+    indices [count] int64
+
+The second TopK sorts the chosen positions; they pass through float32, exact below 2^24, since some hosts have no TopK of
+integers. Source: methods.md 1.3 (selection).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+_BODY = """
+<domain: "toprovar", opset_import: ["" : 20]>
+TokenGate <count, plugin_namespace, plugin_version> (score) => (indices)
+{
+    k = Constant <value_ints: ints = @count> ()
+    lowest, chosen = TopK <axis = 0, largest = 0, sorted = 1> (score, k)
+    positions = Cast <to = 1> (chosen)
+    ascending, order = TopK <axis = 0, largest = 0, sorted = 1> (positions, k)
+    indices = Cast <to = 7> (ascending)
+}
+"""
+
+
+def token_gate_function() -> onnx.FunctionProto:
+    from onnx import parser
+
+    return parser.parse_function(_BODY)

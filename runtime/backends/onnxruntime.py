@@ -1,0 +1,94 @@
+"""ONNX Runtime on the CPU: sessions per graph over one copy of the weights, inputs and outputs bound in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+
+from toprovar.runtime.bundle import Bundle
+from toprovar.runtime.errors import EnvironmentFault, ToprovarError
+from toprovar.runtime.manifest import Graph
+
+NUMPY_DTYPES = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
+
+
+class OnnxRuntimeBackend:
+    """Runs a bundle's graphs.
+
+    threads: intra-op threads; 0 leaves it to the library.
+    Raises: EnvironmentFault if onnxruntime is missing or cannot run the bundle's number format.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int = 0) -> None:
+        try:
+            import onnxruntime
+        except ImportError:
+            raise EnvironmentFault("onnxruntime is not installed", "pip install onnxruntime") from None
+        if bundle.manifest.compute == "bf16":
+            raise EnvironmentFault(
+                "this bundle computes in bf16, which ONNX Runtime has no CPU kernels for",
+                "export it again with --dtype fp32",
+            )
+        self._ort = onnxruntime
+        self._bundle = bundle
+        self._threads = threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads
+        self.weights = bundle.weights()
+        self._shared = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in self.weights.items()}
+        self._sessions: dict[str, object] = {}
+
+    @property
+    def version(self) -> str:
+        return f"onnxruntime {self._ort.__version__}"
+
+    def prepare(self, graph: Graph) -> None:
+        """Creates the session of a graph, which otherwise happens at its first run."""
+        self._session(graph)
+
+    def _session(self, graph: Graph):  # type: ignore[no-untyped-def]
+        if graph.file not in self._sessions:
+            options = self._ort.SessionOptions()
+            options.intra_op_num_threads = self._threads
+            options.log_severity_level = 3
+            options.enable_cpu_mem_arena = True
+            options.add_session_config_entry("session.disable_prepacking", "1")
+            for name, value in self._shared.items():
+                options.add_initializer(name, value)
+            try:
+                session = self._ort.InferenceSession(
+                    self._bundle.path(graph.file), options, providers=["CPUExecutionProvider"]
+                )
+            except Exception as error:  # the library's own classes are not exported
+                raise ToprovarError(
+                    f"{self._bundle.path(graph.file)} cannot be loaded: {str(error).splitlines()[0]}",
+                    "export the bundle again with this version",
+                ) from None
+            self._sessions[graph.file] = session
+        return self._sessions[graph.file]
+
+    def run(self, graph: Graph, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
+        """Runs a graph into given arrays.
+
+        inputs, outputs: contiguous arrays by name, of the shapes and types in the signature; slices of larger buffers
+        are used where they lie.
+        """
+        session = self._session(graph)
+        binding = session.io_binding()
+        for name, facts in graph.inputs.items():
+            binding.bind_input(
+                name, "cpu", 0, NUMPY_DTYPES[facts.dtype], facts.shape, self._pointer(inputs, name, facts)
+            )
+        for name, facts in graph.outputs.items():
+            binding.bind_output(
+                name, "cpu", 0, NUMPY_DTYPES[facts.dtype], facts.shape, self._pointer(outputs, name, facts)
+            )
+        session.run_with_iobinding(binding)
+
+    def _pointer(self, arrays: Mapping[str, np.ndarray], name: str, facts) -> int:  # type: ignore[no-untyped-def]
+        array = arrays[name]
+        if array.shape != facts.shape or array.dtype != NUMPY_DTYPES[facts.dtype] or not array.flags.c_contiguous:
+            raise ValueError(
+                f"{name}: {array.dtype}{list(array.shape)} given, contiguous {facts.dtype}{list(facts.shape)} expected"
+            )
+        return array.ctypes.data

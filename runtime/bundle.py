@@ -1,0 +1,90 @@
+"""A bundle: a folder that holds a model ready to run. Opening one checks it whole before anything is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from toprovar.runtime.errors import ToprovarError
+from toprovar.runtime.json_files import read_json
+from toprovar.runtime.manifest import MANIFEST_FILE, Manifest
+from toprovar.runtime.plan import Plan, load_plan, model_from_json
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """folder, its manifest, and the digest of the manifest, which stands for the whole bundle."""
+
+    folder: Path
+    manifest: Manifest
+    digest: str
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def plan(self) -> Plan | None:
+        return load_plan(self.path(self.manifest.plan_file)) if self.manifest.plan_file else None
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """All tensors of the weights file, by name."""
+        try:
+            with safe_open(self.path(self.manifest.weights_file), framework="numpy") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ToprovarError(
+                f"{self.path(self.manifest.weights_file)} is not readable as safetensors: {error}",
+                "export the bundle again",
+            ) from None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+
+
+def open_bundle(folder: Path, verify: bool = True) -> Bundle:
+    """Reads and checks a bundle.
+
+    verify: also compares digests (sizes are always compared).
+    Raises: ToprovarError naming the first thing that is wrong: no bundle, another schema, a missing, short or changed file.
+    """
+    if not folder.is_dir():
+        raise ToprovarError(
+            f"{folder} is {'a file' if folder.exists() else 'missing'}; expected a bundle folder",
+            "make one:  toprovar-export demo -o out/bundle",
+        )
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        raise ToprovarError(
+            f"{folder} is no bundle: it holds no {MANIFEST_FILE}", "make one:  toprovar-export demo -o out/bundle"
+        )
+    manifest = model_from_json(Manifest, read_json(path), str(path))
+    for name, facts in manifest.files.items():
+        file = folder / name
+        if not file.is_file():
+            raise ToprovarError(
+                f"bundle {folder} lacks {name}, which its manifest names", "copy the whole folder again"
+            )
+        size = file.stat().st_size
+        if size != facts.size_bytes:
+            kind = "cut short" if size < facts.size_bytes else "longer than it was"
+            raise ToprovarError(
+                f"{file} is {kind}: {size} bytes, {facts.size_bytes} expected",
+                "copy the bundle again, or export it again",
+            )
+        if verify and sha256_of(file) != facts.sha256:
+            raise ToprovarError(
+                f"{file} was changed: its sha256 differs from the manifest", "copy the bundle again, or export it again"
+            )
+    return Bundle(folder, manifest, sha256_of(path))

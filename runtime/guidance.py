@@ -1,0 +1,59 @@
+"""Classifier-free guidance and sampling temperature, per scale.
+
+Source: models.md 1.7. `cfg*c + (1-cfg)*u` on logits that were divided by tau; insertion lists name where rows are mixed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from toprovar.runtime.errors import ToprovarError
+
+UNLIMITED = 1e4  # a logit no bit reaches: nothing is cut off
+
+
+class Guidance(BaseModel):
+    """cfg, tau: one value per scale; top_p: 0 switches the cut off; insertion: 0 = logits, -j = output of layer depth-j."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    cfg: tuple[Annotated[float, Field(ge=0, le=1000)], ...]
+    tau: tuple[Annotated[float, Field(gt=0, le=1000)], ...]
+    top_p: Annotated[float, Field(ge=0, le=1)] = 0.97
+    insertion: tuple[Annotated[int, Field(le=0)], ...] = (0,)
+
+    @property
+    def uses_unconditional_row(self) -> bool:
+        return any(value != 1 for value in self.cfg)
+
+    @property
+    def mixes_logits(self) -> bool:
+        return 0 in self.insertion
+
+    def mixed_layers(self, depth: int) -> frozenset[int]:
+        """Layers whose outputs are mixed."""
+        return frozenset(depth + j for j in self.insertion if j < 0)
+
+    @property
+    def bit_limit(self) -> float:
+        """Log-odds from which on a bit is certain: top-p over two outcomes in closed form (top-k >= 2 is inert)."""
+        if self.top_p == 0 or self.top_p == 1:
+            return UNLIMITED
+        return max(math.log(self.top_p / (1 - self.top_p)), 0.0)
+
+
+def per_scale(values: list[float] | tuple[float, ...], scales: int, name: str) -> tuple[float, ...]:
+    """One value is repeated for all scales; otherwise there must be one per scale.
+
+    Raises: ToprovarError naming both counts.
+    """
+    if len(values) == 1:
+        return tuple(values) * scales
+    if len(values) != scales:
+        raise ToprovarError(
+            f"{name} has {len(values)} values; the schedule has {scales} scales", f"give one value, or {scales} of them"
+        )
+    return tuple(values)

@@ -1,0 +1,102 @@
+"""Small JSON files: bounded and strict when read, complete or absent when written."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from toprovar.runtime.errors import ToprovarError
+
+MAX_JSON_BYTES = 64 * 2**20
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"key {key!r} stands twice in one object")
+        seen[key] = value
+    return seen
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"number {text} is out of range")
+    return value
+
+
+def parse_json(text: str, what: str) -> Any:
+    """Strict JSON: no NaN or infinity, no duplicate keys.
+
+    Raises: ToprovarError with the place of the fault.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError:
+        raise ToprovarError(f"{what} is not valid JSON: nested too deeply") from None
+    except ValueError as error:
+        raise ToprovarError(f"{what} is not valid JSON: {error}", "make the file again, or restore it") from None
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Reads a JSON file of bounded size.
+
+    Raises: ToprovarError if it is missing, a folder, unreadable, too large, not UTF-8 or not strict JSON.
+    """
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise ToprovarError(f"{path} has {size} bytes; expected at most {max_bytes} for a file of facts")
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise ToprovarError(f"{path} does not exist", "check the path") from None
+    except IsADirectoryError:
+        raise ToprovarError(f"{path} is a folder; expected a JSON file") from None
+    except OSError as error:
+        raise ToprovarError(f"{path} cannot be read: {error.strerror}") from None
+    if not raw:
+        raise ToprovarError(f"{path} is empty; expected a JSON document", "make the file again")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ToprovarError(
+            f"{path} is not UTF-8 text (byte {error.start})", "check that it is the right file"
+        ) from None
+    return parse_json(text, str(path))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes under a temporary name and renames: the file is complete or absent.
+
+    Raises: ToprovarError if the place cannot be written.
+    """
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ToprovarError(
+            f"{path} cannot be written: {error.strerror}", "choose another place with --out, or mend its permissions"
+        ) from None
+    finally:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes indented UTF-8 JSON atomically; NaN is a fault of ours and raises ValueError."""
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())

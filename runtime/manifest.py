@@ -1,0 +1,153 @@
+"""The manifest: what a bundle is, checked before anything is loaded.
+
+Every file is named with its size and digest, every graph with its signature, so that a C++ or Python server can allocate
+before it opens a graph. Paths are plain file names inside the folder.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from toprovar.runtime.guidance import Guidance
+from toprovar.runtime.plan import Backbone
+
+MANIFEST_SCHEMA_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+MAX_TENSOR_BYTES = 2**40
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}")
+
+Extent = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Dtype = Literal["F32", "F16", "BF16", "I64", "I32", "U8"]
+DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1}
+
+
+def check_file_name(name: str) -> str:
+    """A plain file name; anything that could leave the folder is refused."""
+    if not FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no plain file name; a bundle refers to files inside its own folder only")
+    return name
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class FileFacts(_Part):
+    size_bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class TensorFacts(_Part):
+    dtype: Dtype
+    shape: Annotated[tuple[Extent, ...], Field(max_length=8)]
+
+    @model_validator(mode="after")
+    def _bounded(self) -> TensorFacts:
+        if self.size_bytes > MAX_TENSOR_BYTES:
+            raise ValueError(f"a tensor of {self.size_bytes} bytes is not plausible")
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Graph(_Part):
+    """One ONNX file and what it takes and gives."""
+
+    file: str
+    inputs: dict[str, TensorFacts]
+    outputs: dict[str, TensorFacts]
+
+    _plain = field_validator("file")(check_file_name)
+
+
+class Step(_Part):
+    """One scale of one variant. counts: tokens that run per layer; gates: {layer: output with its kept positions}."""
+
+    scale: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(ge=1)]
+    counts: tuple[Extent, ...]
+    gates: dict[int, str] = {}
+    graph: Graph
+
+
+class TextEncoder(_Part):
+    """prompt -> rows. kind "words": word ids by a vocabulary file, then the graph (ids, valid -> rows)."""
+
+    kind: Literal["words"]
+    vocabulary: str
+    graph: Graph
+    max_tokens: Annotated[int, Field(ge=1, le=4096)]
+
+    _plain = field_validator("vocabulary")(check_file_name)
+
+
+class Text(_Part):
+    """tokens: padded prompt length T; width: of the rows; unconditional: tensor of the weights file with the learned rows."""
+
+    tokens: Annotated[int, Field(ge=1, le=4096)]
+    width: Annotated[int, Field(ge=1)]
+    unconditional: str
+    encoder: TextEncoder | None = None
+
+
+class Manifest(_Part):
+    schema_version: Literal[1] = MANIFEST_SCHEMA_VERSION
+    tool_version: str
+    model: Backbone
+    schedule: tuple[tuple[int, int], ...]
+    code_shape: tuple[int, int, int]
+    target: Literal["onnxruntime"] = "onnxruntime"
+    compute: Literal["fp32", "fp16", "bf16"]
+    rows: Literal[1, 2]
+    guidance: Guidance
+    text: Text
+    prompt: Graph
+    decoder: Graph | None
+    variants: dict[str, tuple[Step, ...]]
+    plan_file: str | None = None
+    method: str = "dense"
+    weights_file: str
+    files: dict[str, FileFacts]
+
+    _plain = field_validator("weights_file")(check_file_name)
+
+    @field_validator("plan_file")
+    @classmethod
+    def _plain_plan(cls, name: str | None) -> str | None:
+        return None if name is None else check_file_name(name)
+
+    @field_validator("files")
+    @classmethod
+    def _plain_files(cls, files: dict[str, FileFacts]) -> dict[str, FileFacts]:
+        for name in files:
+            check_file_name(name)
+        return files
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        named = {self.weights_file, self.prompt.file}
+        named |= {step.graph.file for steps in self.variants.values() for step in steps}
+        named |= {self.decoder.file} if self.decoder else set()
+        named |= {self.plan_file} if self.plan_file else set()
+        if self.text.encoder:
+            named |= {self.text.encoder.vocabulary, self.text.encoder.graph.file}
+        missing = sorted(named - self.files.keys())
+        if missing:
+            raise ValueError(f"file {missing[0]} is used but has no entry under files")
+        if not self.variants:
+            raise ValueError("a bundle needs at least one variant")
+        for name, steps in self.variants.items():
+            if [step.scale for step in steps] != list(range(len(steps))) or not 0 < len(steps) <= len(self.schedule):
+                raise ValueError(f"variant {name} does not run scales 0, 1, 2, … of the schedule")
+            for step in steps:
+                if len(step.counts) != self.model.layers:
+                    raise ValueError(f"variant {name}, scale {step.scale} has {len(step.counts)} layer counts")
+        if len(self.guidance.cfg) != len(self.schedule) or len(self.guidance.tau) != len(self.schedule):
+            raise ValueError("guidance must give one cfg and one tau per scale")
+        return self

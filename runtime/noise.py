@@ -1,0 +1,57 @@
+"""Counter-based uniform noise: the same bits for every backend, whatever was pruned before.
+
+Philox-4x32-10, counter = (position, bit, scale, image), key = the 64-bit seed. A value depends on nothing but its own
+coordinates, so a pruned run draws the same noise at every position as the dense run does.
+Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from toprovar.runtime.errors import ToprovarError
+
+MAX_SEED = 2**63
+_MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+_ROUNDS = 10
+
+
+def philox_4x32(
+    counter: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], key: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Ten Philox rounds. counter: four broadcastable uint32-valued arrays; returns four uint32-valued uint64 arrays."""
+    c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
+        c0, c1, c2, c3 = (
+            (p1 >> _SHIFT) ^ c1 ^ np.uint64(k0),
+            p1 & _LOW,
+            (p0 >> _SHIFT) ^ c3 ^ np.uint64(k1),
+            p0 & _LOW,
+        )
+        k0, k1 = (k0 + _WEYL_0) & 0xFFFFFFFF, (k1 + _WEYL_1) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def check_seed(seed: int) -> int:
+    """Raises: ToprovarError unless 0 <= seed <= 2^63."""
+    if not 0 <= seed <= MAX_SEED:
+        raise ToprovarError(f"seed {seed} is out of range", f"give a whole number from 0 to 2^63 ({MAX_SEED})")
+    return seed
+
+
+def uniform_noise(seed: int, scale: int, tokens: int, bits: int, image: int = 0) -> np.ndarray:
+    """Uniform numbers for one scale of one image.
+
+    Returns: [tokens, bits] float32 in [0, 1), 24 random bits each (exactly representable).
+    """
+    position = np.arange(tokens, dtype=np.uint64)[:, None]
+    bit = np.arange(bits, dtype=np.uint64)[None, :]
+    words = philox_4x32(
+        (position, bit, np.uint64(scale), np.uint64(image)), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    )
+    return ((words[0] >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(tokens, bits)

@@ -1,0 +1,372 @@
+"""Trains the demo model in stages, each within a given time.
+
+    python -m toprovar.tools.train_demo.train all --data .data/demo --out DIR --minutes 24
+
+or stage by stage, where a later call goes on from the working folder `--run` of an earlier one:
+
+    ... train tokenizer=360 transformer-a=rest@0:0.3 --data .data/demo --run .data/demo_run --deadline 570
+    ... train transformer-a=200@0.3:1 transformer-b=rest@0:0.4 --data ... --run ... --deadline 570
+    ... train transformer-b=rest@0.4:1 finish --data ... --run ... --deadline 570
+
+A stage is NAME[=SECONDS|rest][@FROM:TO]; FROM:TO is the part of the stage's learning-rate schedule that the call covers
+(0:1 if left out). Stages: tokenizer, transformer-a (first seven scales), transformer-b (all ten), finish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toprovar.runtime.errors import EXIT_ENVIRONMENT, ToprovarError
+
+if TYPE_CHECKING:
+    from toprovar.exporter.infinity.config import InfinityConfig
+    from toprovar.exporter.infinity.tokenizer import BitTokenizer
+    from toprovar.tools.train_demo.bank import Bank
+
+STAGES = ("tokenizer", "transformer-a", "transformer-b", "finish")
+# Shares of `all --minutes`; the finish takes what its two sheets and the metrics need.
+ALL_SHARES = {"tokenizer": 0.27, "transformer-a": 0.25, "transformer-b": 0.42}
+STAGE_TAIL_S = 35.0  # kept back of a deadline for metrics, sheets and files
+_STAGE = re.compile(r"([a-z-]+)(?:=(rest|\d+(?:\.\d+)?))?(?:@([\d.]+):([\d.]+))?")
+
+
+@dataclass(frozen=True)
+class StageRequest:
+    """seconds: None means up to the deadline."""
+
+    name: str
+    seconds: float | None
+    span: tuple[float, float]
+
+
+def parse_stage(text: str) -> StageRequest:
+    match = _STAGE.fullmatch(text)
+    if match is None or match[1] not in STAGES:
+        raise ToprovarError(
+            f"unknown stage {text!r}; expected NAME[=SECONDS|rest][@FROM:TO] with NAME one of {', '.join(STAGES)}"
+        )
+    span = (float(match[3]), float(match[4])) if match[3] else (0.0, 1.0)
+    if not 0 <= span[0] < span[1] <= 1:
+        raise ToprovarError(f"stage {text!r}: the part {span[0]:g}:{span[1]:g} is not within 0:1")
+    return StageRequest(match[1], None if match[2] in (None, "rest") else float(match[2]), span)
+
+
+def requests_for_all(minutes: float) -> list[StageRequest]:
+    return [
+        *(StageRequest(name, share * minutes * 60, (0.0, 1.0)) for name, share in ALL_SHARES.items()),
+        StageRequest("finish", None, (0.0, 1.0)),
+    ]
+
+
+class Session:
+    """One call: loads the data once, runs stages, copies results to the output folder."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+
+        from toprovar.exporter.schedules import schedule_for
+        from toprovar.runtime.word_tokenizer import WordTokenizer, vocabulary_from_texts
+        from toprovar.tools.train_demo import captions, state
+        from toprovar.tools.train_demo.data import Composer, load_sprites
+
+        self.options = options
+        self.started = time.monotonic()
+        self.run: Path = options.run
+        self.run.mkdir(parents=True, exist_ok=True)
+        self.device = torch.device(options.device)
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+        self.log = state.Log(self.run / "log.jsonl")
+        self.schedule = schedule_for(1.0, "0.25M")
+        self.composer = Composer(load_sprites(options.data, options.concepts).to(self.device))
+        concepts = self.composer.sprites.concepts
+        self.words = WordTokenizer(vocabulary_from_texts(captions.vocabulary_texts(concepts)))
+        self._tokenizer: BitTokenizer | None = None
+        self._banks: tuple[Bank, Bank, Bank] | None = None
+        self.log(event="data", concepts=len(concepts), sprites=len(self.composer.sprites.index), words=self.words.size)
+
+    @property
+    def left_s(self) -> float:
+        return self.options.deadline - (time.monotonic() - self.started)
+
+    def seconds_for(self, request: StageRequest) -> float:
+        available = self.left_s - STAGE_TAIL_S * self.scale
+        return max(1.0, available if request.seconds is None else min(request.seconds, available))
+
+    @property
+    def scale(self) -> float:
+        return 0.1 if self.options.rehearsal else 1.0
+
+    @property
+    def config(self) -> InfinityConfig:
+        from toprovar.tools.train_demo.transformer_stage import CONFIG
+
+        return dataclasses.replace(CONFIG, depth=2, width=96, ffn_width=192) if self.options.rehearsal else CONFIG
+
+    def tokenizer(self) -> BitTokenizer:
+        from toprovar.tools.train_demo.tokenizer_stage import load_tokenizer
+
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.run, self.device)
+        return self._tokenizer
+
+    def banks(self) -> tuple[Bank, Bank, Bank]:
+        """Training, validation, held-out."""
+        from toprovar.tools.train_demo.bank import CAPTIONS_PER_SCENE, build_bank
+
+        if self._banks is None:
+            small = self.options.rehearsal
+            began = time.monotonic()
+            seed = self.options.seed + int(time.time()) % 100_000 if self.options.fresh_pool else self.options.seed
+            pool = 24 if small else self.options.pool
+            judged = 6 if small else 384
+            tokenizer, composer, words = self.tokenizer(), self.composer, self.words
+            training = build_bank(
+                tokenizer,
+                composer,
+                words,
+                seed=seed,
+                pool=pool,
+                singles=24 if small else None,
+                versions=CAPTIONS_PER_SCENE,
+            )
+            validation = build_bank(tokenizer, composer, words, seed=71, pool=judged, singles=judged)
+            hidden = build_bank(tokenizer, composer, words, seed=72, pool=judged, singles=judged, held_out=True)
+            self._banks = (training, validation, hidden)
+            rows = {kind: len(ids) for kind, ids in training.captions.items()}
+            self.log(stage="cache", rows=rows, seconds=time.monotonic() - began)
+        return self._banks
+
+    def save_metrics(self, name: str, facts: Any) -> None:
+        from toprovar.tools.train_demo import state
+
+        path = self.run / "metrics.json"
+        document = state.read_json(path)
+        document[name] = facts
+        document["facts"] = {
+            "seed": self.options.seed,
+            "device": self.device_name(),
+            "concepts": len(self.composer.sprites.concepts),
+            "sprites": len(self.composer.sprites.index),
+            "words": self.words.size,
+        }
+        state.write_json(path, document)
+
+    def device_name(self) -> str:
+        import torch
+
+        return torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+
+    # --- Stages ---
+
+    def run_tokenizer(self, request: StageRequest) -> None:
+        import torch
+
+        from toprovar.tools.train_demo import tokenizer_stage as stage
+        from toprovar.tools.train_demo.sheet import save_sheet
+
+        small = self.options.rehearsal
+        tokenizer = stage.train_tokenizer(
+            self.run,
+            self.composer,
+            self.schedule,
+            self.seconds_for(request),
+            seed=self.options.seed,
+            batch=2 if small else 64,
+            compile_model=self.options.compile,
+            log=self.log,
+            max_steps=self.options.max_steps,
+            widths=(32, 32, 32, 32) if small else stage.WIDTHS,
+            span=request.span,
+        )
+        self._tokenizer, self._banks = tokenizer, None
+        metrics = stage.tokenizer_metrics(tokenizer, self.composer, self.schedule, 4 if small else 64)
+        self.log(stage="tokenizer", event="done", **metrics)
+        self.save_metrics("tokenizer", metrics)
+        images = stage.validation_images(self.composer, 8, seed=3)
+        with torch.no_grad():
+            pairs = [x for image in images.values() for x in (image, self._reconstructed(image))]
+        save_sheet(torch.cat(pairs), [], self.run / "sheet_tokenizer.png")
+
+    def _reconstructed(self, image: Any) -> Any:
+        from toprovar.exporter.infinity.tokenizer import quantise_residual
+
+        tokenizer = self.tokenizer()
+        return tokenizer.decode(quantise_residual(tokenizer.encode(image).float(), self.schedule).summed)
+
+    def run_transformer(self, request: StageRequest) -> None:
+        from toprovar.tools.train_demo import transformer_stage as stage
+
+        phase = stage.PHASE_A if request.name == "transformer-a" else stage.PHASE_B
+        if self.options.rehearsal:
+            phase = dataclasses.replace(phase, batch=6)
+        training, _, _ = self.banks()
+        model = stage.train_transformer(
+            self.run,
+            training,
+            self.words,
+            self.schedule,
+            phase,
+            self.seconds_for(request),
+            config=self.config,
+            seed=self.options.seed,
+            compile_model=self.options.compile,
+            log=self.log,
+            max_steps=self.options.max_steps,
+            span=request.span,
+        )
+        self.judge(request.name, model, phase.scales)
+
+    def judge(self, name: str, model: Any, scales: int) -> None:
+        from toprovar.tools.train_demo import captions, state
+        from toprovar.tools.train_demo import transformer_stage as stage
+        from toprovar.tools.train_demo.forward import TrainingForward
+        from toprovar.tools.train_demo.sheet import save_sheet
+
+        small = self.options.rehearsal
+        _, validation, hidden = self.banks()
+        schedule, full = self.schedule[:scales], self.schedule[-1]
+        model = model.eval()
+        forward = TrainingForward(model.infinity, schedule, self.device, compile_block=False)
+        metrics: dict[str, Any] = {
+            "loss_nats_per_bit_by_scale": stage.clean_losses(model, forward, schedule, validation),
+            "loss_held_out_nats_per_bit_by_scale": stage.clean_losses(model, forward, schedule, hidden),
+            "views": state.read_json(self.run / "transformer.json").get("views", {}),
+            "steps": state.read_json(self.run / "transformer.json").get("step", 0),
+        }
+        for key, held_out in (("retrieval", False), ("retrieval_held_out", True)):
+            metrics[key] = stage.retrieval(
+                model,
+                self.tokenizer(),
+                self.words,
+                self.composer,
+                schedule,
+                full,
+                held_out=held_out,
+                count=4 if small else 128,
+            )
+        self.log(stage=name, event="judged", **metrics)
+        self.save_metrics(name, metrics)
+        scenes = stage.sheet_scenes(self.composer)[:: 12 if small else 1]
+        rng = random.Random(0)
+        texts = [captions.caption(s, self.composer.sprites.concepts, rng, vary=False) for s in scenes]
+        images = stage.draw_scenes(model, self.tokenizer(), self.words, schedule, texts, full=full)
+        save_sheet(images, texts, self.run / "sheet.png", cell=160)
+
+    def run_finish(self) -> None:
+        from toprovar.tools.train_demo import tokenizer_stage
+        from toprovar.tools.train_demo.finish import is_finite, write_demo
+        from toprovar.tools.train_demo.transformer_stage import load_averaged
+
+        model = load_averaged(self.run, self.config, self.words, self.device)
+        if not is_finite(model):
+            raise ToprovarError(f"{self.run}: the averaged weights are not finite", "train again with another seed")
+        images = tokenizer_stage.validation_images(self.composer, 4 if self.options.rehearsal else 64)
+        metadata = {"schema_version": "1", "seed": str(self.options.seed), "tool": "toprovar.tools.train_demo"}
+        files = write_demo(self.run / "demo", model, self.tokenizer(), self.words, self.schedule, images, metadata)
+        self.save_metrics("files", files)
+        self.log(stage="finish", **files)
+        self._banks = None  # latents of the rounded encoder
+        self.judge("shipped", model, len(self.schedule))
+
+    def copy_results(self, finished: bool) -> int:
+        """Copies what a later call or the repository needs; at most eight files. Returns their number."""
+        if self.options.out is None:
+            return 0
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        kept = ["metrics.json", "log.jsonl", "sheet.png"]
+        if finished:
+            kept += sorted(f"demo/{path.name}" for path in (self.run / "demo").iterdir())
+            stems: tuple[str, ...] = ("transformer_ema",)
+        else:
+            kept += ["sheet_tokenizer.png", "transformer.json"]
+            stems = ("tokenizer", "transformer", "transformer_ema")
+        kept += [path.name for stem in stems for path in sorted(self.run.glob(f"{stem}-*.safetensors"))]
+        copied = 0
+        for name in kept:
+            source = self.run / name
+            if source.exists():
+                shutil.copyfile(source, self.options.out / Path(name).name)
+                copied += 1
+        return copied
+
+
+def train(options: argparse.Namespace) -> None:
+    requests = (
+        requests_for_all(options.minutes) if options.stages == ["all"] else [parse_stage(s) for s in options.stages]
+    )
+    session = Session(options)
+    for request in requests:
+        if request.name == "tokenizer":
+            session.run_tokenizer(request)
+        elif request.name == "finish":
+            session.run_finish()
+        else:
+            session.run_transformer(request)
+        session.copy_results(finished=request.name == "finish")
+    last = "demo" if requests[-1].name == "finish" else "state"
+    print(
+        f"wrote {options.out or options.run} ({last}) in {time.monotonic() - session.started:.0f} s; "
+        "next: look at sheet.png and metrics.json"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m toprovar.tools.train_demo.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("stages", nargs="+", help='"all", or stages NAME[=SECONDS|rest][@FROM:TO]')
+    parser.add_argument("--data", type=Path, required=True, help="folder that `prepare` wrote")
+    parser.add_argument("--run", type=Path, help="working folder with full state (default: <out>/run)")
+    parser.add_argument("--out", type=Path, help="folder for the small results; flat, at most eight files")
+    parser.add_argument("--minutes", type=float, default=24.0, help="time for `all`, in minutes (default 24)")
+    parser.add_argument("--deadline", type=float, help="seconds after which the call should have ended (default: none)")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, scenes and flips (default 1)")
+    parser.add_argument("--pool", type=int, default=48_000, help="cached scenes and patterns (default 48000)")
+    parser.add_argument(
+        "--fresh-pool",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="draw the pool from the clock's seed, so that each call sees other scenes (default: from --seed)",
+    )
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="use torch.compile")
+    parser.add_argument("--concepts", type=int, help="use only that many concepts (default: all)")
+    parser.add_argument("--max-steps", type=int, help="end every training stage after that many steps")
+    parser.add_argument("--rehearsal", action="store_true", help="tiny widths, batches and pools, to try the stages")
+    options = parser.parse_args(arguments)
+    try:
+        if options.run is None:
+            if options.out is None:
+                raise ToprovarError("neither --run nor --out is given", "say where to write: --out DIR")
+            options.run = options.out / "run"
+        if options.deadline is None:
+            options.deadline = options.minutes * 60 if options.stages == ["all"] else 1e9
+        import torch
+
+        if options.device == "cuda" and not torch.cuda.is_available():
+            print(
+                "error: no CUDA device here\n  hint: rehearse on the CPU: --device cpu --no-compile --rehearsal",
+                file=sys.stderr,
+            )
+            return EXIT_ENVIRONMENT
+        train(options)
+    except ToprovarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
