@@ -85,13 +85,15 @@ class Session:
         self.device = torch.device(options.device)
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
         self.log = state.Log(self.run / "log.jsonl")
         self.schedule = schedule_for(1.0, "0.25M")
         self.composer = Composer(load_sprites(options.data, options.concepts).to(self.device))
         concepts = self.composer.sprites.concepts
         self.words = WordTokenizer(vocabulary_from_texts(captions.vocabulary_texts(concepts)))
         self._tokenizer: BitTokenizer | None = None
-        self._banks: tuple[Bank, Bank, Bank] | None = None
+        self._bank: Bank | None = None
+        self._judging: tuple[Bank, Bank] | None = None
         self.log(event="data", concepts=len(concepts), sprites=len(self.composer.sprites.index), words=self.words.size)
 
     @property
@@ -116,35 +118,45 @@ class Session:
         from toprovar.tools.train_demo.tokenizer_stage import load_tokenizer
 
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.run, self.device)
+            self.use_tokenizer(load_tokenizer(self.run, self.device))
+        assert self._tokenizer is not None
         return self._tokenizer
 
-    def banks(self) -> tuple[Bank, Bank, Bank]:
-        """Training, validation, held-out."""
+    def use_tokenizer(self, tokenizer: BitTokenizer) -> None:
+        """Sets the tokenizer and drops the latents of another one."""
+        self._tokenizer, self._bank, self._judging = tokenizer, None, None
+
+    def training_bank(self) -> Bank:
         from toprovar.tools.train_demo.bank import CAPTIONS_PER_SCENE, build_bank
 
-        if self._banks is None:
+        if self._bank is None:
             small = self.options.rehearsal
             began = time.monotonic()
             seed = self.options.seed + int(time.time()) % 100_000 if self.options.fresh_pool else self.options.seed
-            pool = 24 if small else self.options.pool
-            judged = 6 if small else 384
-            tokenizer, composer, words = self.tokenizer(), self.composer, self.words
-            training = build_bank(
-                tokenizer,
-                composer,
-                words,
+            self._bank = build_bank(
+                self.tokenizer(),
+                self.composer,
+                self.words,
                 seed=seed,
-                pool=pool,
+                pool=24 if small else self.options.pool,
                 singles=24 if small else None,
                 versions=CAPTIONS_PER_SCENE,
             )
-            validation = build_bank(tokenizer, composer, words, seed=71, pool=judged, singles=judged)
-            hidden = build_bank(tokenizer, composer, words, seed=72, pool=judged, singles=judged, held_out=True)
-            self._banks = (training, validation, hidden)
-            rows = {kind: len(ids) for kind, ids in training.captions.items()}
-            self.log(stage="cache", rows=rows, seconds=time.monotonic() - began)
-        return self._banks
+            rows = {kind: len(ids) for kind, ids in self._bank.captions.items()}
+            self.log(stage="cache", rows=rows, pool_seed=seed, seconds=time.monotonic() - began)
+        return self._bank
+
+    def judging_banks(self) -> tuple[Bank, Bank]:
+        """Validation pictures of seen drawings, and of held-out ones."""
+        from toprovar.tools.train_demo.bank import build_bank
+
+        if self._judging is None:
+            count = 6 if self.options.rehearsal else 384
+            tokenizer, composer, words = self.tokenizer(), self.composer, self.words
+            validation = build_bank(tokenizer, composer, words, seed=71, pool=count, singles=count)
+            hidden = build_bank(tokenizer, composer, words, seed=72, pool=count, singles=count, held_out=True)
+            self._judging = validation, hidden
+        return self._judging
 
     def save_metrics(self, name: str, facts: Any) -> None:
         from toprovar.tools.train_demo import state
@@ -188,7 +200,7 @@ class Session:
             widths=(32, 32, 32, 32) if small else stage.WIDTHS,
             span=request.span,
         )
-        self._tokenizer, self._banks = tokenizer, None
+        self.use_tokenizer(tokenizer)
         metrics = stage.tokenizer_metrics(tokenizer, self.composer, self.schedule, 4 if small else 64)
         self.log(stage="tokenizer", event="done", **metrics)
         self.save_metrics("tokenizer", metrics)
@@ -209,7 +221,8 @@ class Session:
         phase = stage.PHASE_A if request.name == "transformer-a" else stage.PHASE_B
         if self.options.rehearsal:
             phase = dataclasses.replace(phase, batch=6)
-        training, _, _ = self.banks()
+        training = self.training_bank()
+        self.judging_banks()
         model = stage.train_transformer(
             self.run,
             training,
@@ -233,7 +246,7 @@ class Session:
         from toprovar.tools.train_demo.sheet import save_sheet
 
         small = self.options.rehearsal
-        _, validation, hidden = self.banks()
+        validation, hidden = self.judging_banks()
         schedule, full = self.schedule[:scales], self.schedule[-1]
         model = model.eval()
         forward = TrainingForward(model.infinity, schedule, self.device, compile_block=False)
@@ -275,7 +288,7 @@ class Session:
         files = write_demo(self.run / "demo", model, self.tokenizer(), self.words, self.schedule, images, metadata)
         self.save_metrics("files", files)
         self.log(stage="finish", **files)
-        self._banks = None  # latents of the rounded encoder
+        self.use_tokenizer(self.tokenizer())  # latents of the rounded encoder
         self.judge("shipped", model, len(self.schedule))
 
     def copy_results(self, finished: bool) -> int:
@@ -334,7 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--deadline", type=float, help="seconds after which the call should have ended (default: none)")
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, scenes and flips (default 1)")
-    parser.add_argument("--pool", type=int, default=48_000, help="cached scenes and patterns (default 48000)")
+    parser.add_argument("--pool", type=int, default=40_000, help="cached scenes and patterns (default 40000)")
     parser.add_argument(
         "--fresh-pool",
         action=argparse.BooleanOptionalAction,

@@ -1,0 +1,28 @@
+"""What a user may turn when a plan is fitted; every field has the default the docs describe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MethodSettings:
+    """preset:      "full" keeps every scale; "paper" also skips the last two, as the paper's 2B results imply
+    tau:            threshold on rho; None fits it to the statistics
+    direction:      which side of tau counts as settled; "auto" reads it off the calibration curve
+    scale_depth:    D; None takes the mode over prompts. Pruning starts at D + 1
+    alpha_min, alpha_max: bounds of the pruning probability (ToProVAR eq. 6)
+    restore:        what pruned positions get
+    ssim_threshold: a truncated picture this close to the full one counts as settled
+    """
+
+    preset: Literal["full", "paper"] = "full"
+    tau: float | None = None
+    direction: Literal["auto", "le", "ge"] = "auto"
+    scale_depth: int | None = None
+    alpha_min: float = 0.0
+    alpha_max: float = 0.9
+    restore: Literal["identity", "cached_residual"] = "cached_residual"
+    resample: Literal["bilinear", "area"] = "bilinear"
+    ssim_threshold: float = 0.8

@@ -1,0 +1,213 @@
+"""One dense run per prompt, reduced to a handful of numbers: memory does not grow with the number of prompts.
+
+Every prompt leaves one small file, so an interrupted calibration goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from toprovar.calibrate.measures import low_entropy_ratio, singular_ratio, ssim
+from toprovar.exporter.prompts import encode_prompt
+from toprovar.exporter.schedules import Schedule
+from toprovar.runtime.errors import ToprovarError
+from toprovar.runtime.guidance import Guidance
+from toprovar.runtime.json_files import write_bytes, write_json
+from toprovar.runtime.noise import uniform_noise
+from toprovar.runtime.pipeline import picture_from_image
+
+if TYPE_CHECKING:
+    from toprovar.exporter.model import Model
+
+STATS_SCHEMA_VERSION = 1
+REPRESENTATIVE_SCALE = 5  # s = 6 counted from 1, where ToProVAR reads the layer score (methods.md 2.4)
+SHOWN_PROMPTS = 4  # prompts whose entropy maps and pictures are kept for the report
+FIELDS = ("rho", "mean_entropy", "singular_ratio", "truncated_ssim")
+
+
+@dataclass
+class Statistics:
+    """What calibration knows; P prompts, K scales, L layers.
+
+    rho:            [P, K] share of low-entropy tokens, entropy averaged over layers
+    mean_entropy:   [P, K, L] nats
+    singular_ratio: [P, L] sigma1/sigma2 of the entropy map at the representative scale
+    truncated_ssim: [P, K] SSIM of the picture after scale k to the full one
+    prompts, seeds: what was run
+    shown:          for the first prompts, {"entropy_k": [L, h, w] nats, "picture_k": [H, W, 3] uint8 after scale k}
+    """
+
+    schedule: Schedule
+    prompts: list[str]
+    seeds: list[int]
+    rho: np.ndarray
+    mean_entropy: np.ndarray
+    singular_ratio: np.ndarray
+    truncated_ssim: np.ndarray
+    shown: list[dict[str, np.ndarray]]
+    digest: str
+
+    @property
+    def layers(self) -> int:
+        return int(self.singular_ratio.shape[1])
+
+    @property
+    def guard_scale(self) -> int:
+        """First scale whose side is at least 3/8 of the last one's: below it structure is still forming."""
+        last = max(self.schedule[-1])
+        return next(k for k, size in enumerate(self.schedule) if max(size) * 8 >= last * 3)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Non-empty lines of a text file; lines that start with # are comments.
+
+    Raises: ToprovarError if the file is missing, not UTF-8, holds NUL or no prompt.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ToprovarError(f"prompt file {path} does not exist", "give a text file with one prompt per line") from None
+    except IsADirectoryError:
+        raise ToprovarError(f"prompt file {path} is a folder", "give a text file with one prompt per line") from None
+    except UnicodeDecodeError as error:
+        raise ToprovarError(f"prompt file {path} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ToprovarError(f"prompt file {path} cannot be read: {error.strerror}") from None
+    if "\0" in text:
+        raise ToprovarError(f"prompt file {path} holds NUL characters; expected plain text")
+    prompts = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not prompts:
+        raise ToprovarError(f"prompt file {path} holds no prompt", "write one prompt per line")
+    return prompts
+
+
+def prompts_digest(prompts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(prompts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def measure_prompt(
+    model: Model, schedule: Schedule, guidance: Guidance, prompt: str, seed: int, keep_maps: bool
+) -> dict[str, np.ndarray]:
+    """One dense run of one prompt. Returns: the fields of `Statistics` for it, and its maps and pictures if asked for."""
+    import torch
+
+    from toprovar.exporter.infinity.generate import generate
+
+    if model.tokenizer is None:
+        raise ToprovarError("calibration needs the tokenizer, to judge pictures", "pass --tokenizer")
+    tokenizer = model.tokenizer
+    config = model.config
+    pictures: list[np.ndarray] = []
+
+    def decode(scale: int, codes: torch.Tensor) -> None:
+        pictures.append(picture_from_image(tokenizer.decode(codes)[0].numpy()))
+
+    run = generate(
+        model.transformer,
+        encode_prompt(model, prompt, guidance),
+        schedule,
+        guidance,
+        lambda scale, tokens: torch.from_numpy(uniform_noise(seed, scale, tokens, config.bits))[None],
+        entropy_layers=range(config.depth),
+        on_scale=decode,
+    )
+    scales, layers = len(schedule), config.depth
+    found: dict[str, np.ndarray] = {
+        "rho": np.empty(scales),
+        "mean_entropy": np.empty((scales, layers)),
+        "singular_ratio": np.empty(layers),
+        "truncated_ssim": np.array([ssim(picture, pictures[-1]) for picture in pictures]),
+    }
+    representative = min(REPRESENTATIVE_SCALE, scales - 1)
+    for k, (height, width) in enumerate(schedule):
+        maps = np.stack([run.entropy[k, layer][0].numpy() for layer in range(layers)])  # [L, N], conditional row
+        found["rho"][k] = low_entropy_ratio(maps.mean(0))
+        found["mean_entropy"][k] = maps.mean(1)
+        if k == representative:
+            found["singular_ratio"][:] = [singular_ratio(m.reshape(height, width)) for m in maps]
+        if keep_maps:
+            found[f"entropy_{k}"] = maps.reshape(layers, height, width).astype(np.float32)
+            found[f"picture_{k}"] = pictures[k]
+    return found
+
+
+def collect_statistics(
+    model: Model,
+    schedule: Schedule,
+    guidance: Guidance,
+    prompts: Sequence[str],
+    seed: int,
+    folder: Path,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Statistics:
+    """Runs every prompt that has no file in `folder` yet, and gathers all.
+
+    seed: of the first prompt; prompt i runs with seed + i.
+    """
+    key = _key(model, schedule, guidance)
+    results = []
+    for i, prompt in enumerate(prompts):
+        path = folder / f"prompt_{i:04d}.npz"
+        identity = hashlib.sha256(json.dumps([key, prompt, seed + i]).encode()).hexdigest()
+        found = _read_prompt_file(path, identity)
+        if found is None:
+            found = measure_prompt(model, schedule, guidance, prompt, seed + i, i < SHOWN_PROMPTS)
+            buffer = io.BytesIO()
+            np.savez_compressed(buffer, identity=np.frombuffer(bytes.fromhex(identity), np.uint8), **found)  # type: ignore[arg-type]
+            write_bytes(path, buffer.getvalue())
+        results.append(found)
+        on_progress(i + 1, len(prompts))
+    for stale in sorted(folder.glob("prompt_*.npz"))[len(prompts) :]:
+        stale.unlink()
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("prompt_*.npz"))}
+    facts = {
+        "schema_version": STATS_SCHEMA_VERSION,
+        "model": key,
+        "prompts": list(prompts),
+        "first_seed": seed,
+        "files": digests,
+    }
+    write_json(folder / "index.json", facts)
+    shown = [
+        {name: array for name, array in found.items() if name not in FIELDS} for found in results[:SHOWN_PROMPTS]
+    ]
+    return Statistics(
+        schedule=schedule,
+        prompts=list(prompts),
+        seeds=[seed + i for i in range(len(prompts))],
+        shown=shown,
+        digest=hashlib.sha256(json.dumps(digests).encode()).hexdigest(),
+        **{name: np.stack([found[name] for found in results]) for name in FIELDS},
+    )
+
+
+def _key(model: Model, schedule: Schedule, guidance: Guidance) -> dict[str, object]:
+    return {
+        "weights_sha256": model.weights_sha256,
+        "schedule": [list(size) for size in schedule],
+        "guidance": guidance.model_dump(mode="json"),
+    }
+
+
+def _read_prompt_file(path: Path, identity: str) -> dict[str, np.ndarray] | None:
+    """What an earlier run measured for the very same prompt, or None; a damaged file is measured again."""
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            found = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, KeyError, EOFError):
+        return None
+    except Exception as error:  # zipfile.BadZipFile and zlib.error share no narrower base
+        if type(error).__module__ not in ("zipfile", "zlib"):
+            raise
+        return None
+    return found if found.pop("identity", np.empty(0, np.uint8)).tobytes().hex() == identity else None
