@@ -96,7 +96,8 @@ def prompts_digest(prompts: Sequence[str]) -> str:
 def measure_prompt(
     model: Model, schedule: Schedule, guidance: Guidance, prompt: str, seed: int, keep_maps: bool
 ) -> dict[str, np.ndarray]:
-    """One dense run of one prompt. Returns: the fields of `Statistics` for it, and its maps and pictures if asked for."""
+    """One dense run of one prompt. Returns: the fields of `Statistics` for it, and its maps and pictures if asked
+    for."""
     import torch
 
     from toprovar.exporter.infinity.generate import generate
@@ -176,9 +177,7 @@ def collect_statistics(
         "files": digests,
     }
     write_json(folder / "index.json", facts)
-    shown = [
-        {name: array for name, array in found.items() if name not in FIELDS} for found in results[:SHOWN_PROMPTS]
-    ]
+    shown = [{name: array for name, array in found.items() if name not in FIELDS} for found in results[:SHOWN_PROMPTS]]
     return Statistics(
         schedule=schedule,
         prompts=list(prompts),

@@ -98,7 +98,7 @@ class GraphBuilder:
         return self._initializers[key]
 
     def constant(self, array: np.ndarray | Sequence[int] | float, dtype: Any = None) -> ir.Value:
-        """A small constant inside the graph; whole numbers become int64, other numbers float32. Equal ones are shared."""
+        """A small constant inside the graph, shared with equal ones; integers become int64, other numbers float32."""
         values = np.asarray(array)
         if dtype is not None:
             values = values.astype(dtype)
@@ -190,7 +190,9 @@ class GraphBuilder:
         """Names, types and shapes of the graph's "inputs" or "outputs", for the manifest."""
         values = self._inputs if side == "inputs" else self._outputs
         return {
-            str(value.name): TensorFacts(dtype=DTYPE_NAMES[value.dtype], shape=tuple(value.shape.numpy()))
+            str(value.name): TensorFacts.model_validate(
+                {"dtype": DTYPE_NAMES[value.dtype], "shape": value.shape.numpy()}
+            )
             for value in values
         }
 

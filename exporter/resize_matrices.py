@@ -10,15 +10,17 @@ import numpy as np
 
 def bilinear_matrix(old: int, new: int) -> np.ndarray:
     """[new, old] float32; rows sum to 1. Half-pixel centres, no antialias, clamped at the borders."""
-    matrix = np.zeros((new, old))
+    matrix = np.zeros((new, old), np.float32)
+    scale = float(np.float32(old) / np.float32(new))
     for i in range(new):
-        position = max((i + 0.5) * old / new - 0.5, 0.0)
+        # one rounding to float32, as PyTorch's fused multiply-add; float64 positions differ by up to 1e-5 on large maps
+        position = max(np.float32(scale * (i + 0.5) - 0.5), np.float32(0))
         low = min(int(position), old - 1)
         high = min(low + 1, old - 1)
-        weight = position - low
-        matrix[i, low] += 1 - weight
+        weight = position - np.float32(low)
+        matrix[i, low] += np.float32(1) - weight
         matrix[i, high] += weight
-    return matrix.astype(np.float32)
+    return matrix
 
 
 def area_matrix(old: int, new: int) -> np.ndarray:

@@ -1,8 +1,8 @@
 """The one weights file of a bundle: a safetensors file whose layout is known before it is written.
 
-Graphs point into it by offset, so the layout comes first; tensors are then streamed one at a time, which keeps memory at
-one tensor whatever the model's size. Large tensors come first and the header is padded, so every matrix starts at a
-multiple of 64 bytes.
+Graphs point into it by offset, so the layout comes first; tensors are then streamed one at a time, which keeps
+memory at one tensor whatever the model's size. Large tensors come first and the header is padded, so every matrix
+starts at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WeightsLayout:
 def layout_weights(specs: Mapping[str, WeightSpec]) -> WeightsLayout:
     """Aligned tensors first, then the rest; by name inside each group, so the same specs give the same bytes."""
     order = sorted(specs, key=lambda name: (specs[name].size_bytes % ALIGNMENT != 0, name))
-    entries, position = {}, 0
+    entries, starts, position = {}, {}, 0
     for name in order:
         spec = specs[name]
         entries[name] = {
@@ -58,11 +58,12 @@ def layout_weights(specs: Mapping[str, WeightSpec]) -> WeightsLayout:
             "shape": list(spec.shape),
             "data_offsets": [position, position + spec.size_bytes],
         }
+        starts[name] = position
         position += spec.size_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    offsets = {name: len(header) + entries[name]["data_offsets"][0] for name in order}
+    offsets = {name: len(header) + start for name, start in starts.items()}
     return WeightsLayout({name: specs[name] for name in order}, offsets, header)
 
 

@@ -57,7 +57,8 @@ def open_bundle(folder: Path, verify: bool = True) -> Bundle:
     """Reads and checks a bundle.
 
     verify: also compares digests (sizes are always compared).
-    Raises: ToprovarError naming the first thing that is wrong: no bundle, another schema, a missing, short or changed file.
+    Raises: ToprovarError naming the first thing that is wrong: no bundle, another schema, a missing, short or
+            changed file.
     """
     if not folder.is_dir():
         raise ToprovarError(

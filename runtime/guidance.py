@@ -1,6 +1,7 @@
 """Classifier-free guidance and sampling temperature, per scale.
 
-Source: models.md 1.7. `cfg*c + (1-cfg)*u` on logits that were divided by tau; insertion lists name where rows are mixed.
+Source: models.md 1.7. `cfg*c + (1-cfg)*u` on logits that were divided by tau; insertion lists name where rows are
+        mixed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ UNLIMITED = 1e4  # a logit no bit reaches: nothing is cut off
 
 
 class Guidance(BaseModel):
-    """cfg, tau: one value per scale; top_p: 0 switches the cut off; insertion: 0 = logits, -j = output of layer depth-j."""
+    """cfg, tau: one value per scale; top_p: 0 switches the cut off; insertion: 0 = logits, -j = output of layer
+    depth-j."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

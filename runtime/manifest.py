@@ -1,7 +1,7 @@
 """The manifest: what a bundle is, checked before anything is loaded.
 
-Every file is named with its size and digest, every graph with its signature, so that a C++ or Python server can allocate
-before it opens a graph. Paths are plain file names inside the folder.
+Every file is named with its size and digest, every graph with its signature, so that a C++ or Python server can
+allocate before it opens a graph. Paths are plain file names inside the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.plan import Backbone
 
-MANIFEST_SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 MAX_TENSOR_BYTES = 2**40
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}")
@@ -88,7 +87,8 @@ class TextEncoder(_Part):
 
 
 class Text(_Part):
-    """tokens: padded prompt length T; width: of the rows; unconditional: tensor of the weights file with the learned rows."""
+    """tokens: padded prompt length T; width: of the rows; unconditional: tensor of the weights file with the learned
+    rows."""
 
     tokens: Annotated[int, Field(ge=1, le=4096)]
     width: Annotated[int, Field(ge=1)]
@@ -97,7 +97,7 @@ class Text(_Part):
 
 
 class Manifest(_Part):
-    schema_version: Literal[1] = MANIFEST_SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     tool_version: str
     model: Backbone
     schedule: tuple[tuple[int, int], ...]

@@ -17,7 +17,7 @@ from toprovar.runtime.backends.onnxruntime import NUMPY_DTYPES
 from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
-from toprovar.runtime.manifest import Graph, Step
+from toprovar.runtime.manifest import Graph, Step, TensorFacts
 from toprovar.runtime.noise import check_seed, uniform_noise
 from toprovar.runtime.text import EncodedPrompt, TextEncoder
 
@@ -155,7 +155,7 @@ class Pipeline:
         return picture_from_image(outputs["image"][0])
 
 
-def _allocate(signature: Mapping) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+def _allocate(signature: Mapping[str, TensorFacts]) -> dict[str, np.ndarray]:
     return {name: np.empty(facts.shape, NUMPY_DTYPES[facts.dtype]) for name, facts in signature.items()}
 
 
@@ -202,7 +202,7 @@ class _Run:
             **self.residuals,
         }
         outputs: dict[str, np.ndarray] = {}
-        for name, facts in graph.inputs.items():
+        for name in graph.inputs:
             if name.startswith(("k_past_", "v_past_")):
                 layer = int(name[-2:])
                 inputs[name] = self.cache[name[0]][layer][: self.filled[layer]]

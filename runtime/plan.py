@@ -87,7 +87,7 @@ class Calibration(_Part):
 
 
 class Plan(_Part):
-    schema_version: Literal[1] = PLAN_SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     tool_version: str = ""
     backbone: Backbone
     schedule: Annotated[

@@ -13,6 +13,7 @@ class MethodSettings:
     direction:      which side of tau counts as settled; "auto" reads it off the calibration curve
     scale_depth:    D; None takes the mode over prompts. Pruning starts at D + 1
     alpha_min, alpha_max: bounds of the pruning probability (ToProVAR eq. 6)
+    target_speedup: token-layer speed-up to reach by raising or lowering alpha_max; None leaves alpha_max as it is
     restore:        what pruned positions get
     ssim_threshold: a truncated picture this close to the full one counts as settled
     """
@@ -23,6 +24,7 @@ class MethodSettings:
     scale_depth: int | None = None
     alpha_min: float = 0.0
     alpha_max: float = 0.9
+    target_speedup: float | None = None
     restore: Literal["identity", "cached_residual"] = "cached_residual"
     resample: Literal["bilinear", "area"] = "bilinear"
     ssim_threshold: float = 0.8

@@ -103,14 +103,15 @@ def toprovar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: Me
     if not PLAUSIBLE_TAU[0] <= depth.tau <= PLAUSIBLE_TAU[1]:
         warnings.append(f"tau {depth.tau:.3f} is outside {PLAUSIBLE_TAU[0]} to {PLAUSIBLE_TAU[1]} (paper: 0.4)")
     if fit.ambiguous.any():
-        warnings.append(f"layers {np.flatnonzero(fit.ambiguous).tolist()} change class between prompts; they stay dense")
+        unclear = np.flatnonzero(fit.ambiguous).tolist()
+        warnings.append(f"layers {unclear} change class between prompts; they stay dense")
     spread = [d for d in depth.per_prompt if d is not None]
     if len(spread) > 1 and np.subtract(*np.percentile(spread, [75, 25])) > 1:
         warnings.append("scale depth D varies by more than one scale between prompts (inter-quartile range)")
     is_detail = fit.is_detail.copy()
     if is_detail[0]:
         is_detail[0] = False  # the first layer ranks the tokens for those behind it
-        warnings.append("layer 0 is Detail by its score; it stays dense, since a score must exist before the first gate")
+        warnings.append("layer 0 is Detail by its score; it stays dense, since a gate needs a score before it")
     skip = tuple(range(scales - PAPER_SKIPPED_SCALES, scales)) if settings.preset == "paper" else ()
     first_pruned = scales if depth.value is None else depth.value + 1
     last_scale = scales - len(skip)
@@ -145,7 +146,7 @@ def toprovar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: Me
         restore=Restore(kind=settings.restore, ref_scale=reference, resample=settings.resample) if keep else Restore(),
         layers=LayerScores(
             R=tuple(round(float(r), 6) for r in fit.R),
-            classes=tuple("detail" if detail else "global" for detail in is_detail),
+            classes=tuple("detail" if detail else "global" for detail in is_detail),  # type: ignore[call-arg]
         ),
         D=ScaleDepth(
             mode="none" if depth.value is None else "static",

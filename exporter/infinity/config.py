@@ -81,27 +81,33 @@ def config_from_shapes(shapes: Shapes, patchify: bool = False) -> InfinityConfig
     Raises: ToprovarError naming the first key that is missing or contradicts another one.
     """
 
-    def shape(name: str) -> tuple[int, ...]:
+    def shape(name: str, axes: int) -> tuple[int, ...]:
         if name not in shapes:
             raise ToprovarError(
                 f"not an Infinity checkpoint: tensor {name} is missing ({len(shapes)} tensors present)",
                 "check that the file is the transformer and not the tokenizer",
             )
-        return tuple(shapes[name])
+        found = tuple(shapes[name])
+        if len(found) != axes or 0 in found:
+            raise ToprovarError(
+                f"not an Infinity checkpoint: tensor {name} has shape {list(found)}; expected {axes} axes, none empty",
+                "the checkpoint belongs to another model, or was changed",
+            )
+        return found
 
-    width, bits = shape("word_embed.weight")
-    chunked = sorted({int(n.split(".")[1]) for n in shapes if n.startswith("block_chunks.")})
+    width, bits = shape("word_embed.weight", 2)
+    chunked = {n.split(".")[1] for n in shapes if n.startswith("block_chunks.")}
     layers = {n.split(".ada_gss")[0] for n in shapes if n.endswith(".ada_gss")}
     first = "block_chunks.0.module.0" if chunked else "blocks.0"
-    heads = max(shape(f"{first}.sa.scale_mul_1H11"))
-    ffn_width = shape(f"{first}.ffn.fc1.weight")[0]
-    text_length, text_width = shape("cfg_uncond")
+    heads = max(shape(f"{first}.sa.scale_mul_1H11", 4))
+    ffn_width = shape(f"{first}.ffn.fc1.weight", 2)[0]
+    text_length, text_width = shape("cfg_uncond", 2)
     chunks = len(chunked) or 1
     if len(layers) % chunks:
         raise ToprovarError(f"{len(layers)} layers do not spread evenly over {chunks} block chunks")
     if width % heads or (width // heads) % 4:
         raise ToprovarError(f"width {width} over {heads} heads: the head width must be a multiple of 4")
-    head_rows = shape("head.weight")[0]
+    head_rows = shape("head.weight", 2)[0]
     if head_rows != 2 * bits:
         raise ToprovarError(
             f"head.weight has {head_rows} rows; expected {2 * bits}, two per bit of word_embed.weight",
@@ -115,8 +121,8 @@ def config_from_shapes(shapes: Shapes, patchify: bool = False) -> InfinityConfig
         text_width=text_width,
         bits=bits,
         patchify=patchify,
-        pool_heads=shape("text_proj_for_sos.ca.mat_q")[1],
+        pool_heads=shape("text_proj_for_sos.ca.mat_q", 3)[1],
         chunks=chunks,
         text_length=text_length,
-        levels=shape("lvl_embed.weight")[0],
+        levels=shape("lvl_embed.weight", 2)[0],
     )

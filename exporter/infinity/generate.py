@@ -88,7 +88,8 @@ def generate(
 
     prompt:            R rows; R = 2B (conditional, then unconditional) where any cfg differs from 1, else B
     noise:             (scale, tokens) -> [B, L, bits] uniform in [0, 1); unused where bits are forced
-    forced_bits:       bits to use instead of drawn ones, per scale [B, L, bits]; fewer scales than the schedule stop early
+    forced_bits:       bits to use instead of drawn ones, per scale [B, L, bits]; fewer scales than the schedule stop
+                       early
     entropy_layers:    layers whose attention entropy is recorded at every scale they run whole
     observe:           called with (name, scale, tensor) for intermediate values, names as in the parity files
     on_scale:          called with (scale, accumulated codes) after every scale

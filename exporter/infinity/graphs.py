@@ -142,7 +142,8 @@ class _Step:
         self._watch(f"block{layer}", x, (self.L, R, C))
         if layer in self.options.mixed_layers:
             mixed = self._mix(x)
-            x = g.Concat(mixed, mixed, axis=1)
+            # cfg 1 leaves both rows as they are: the unconditional one goes on into the cache
+            x = g.Where(g.Equal(self.cfg, np.ones(1, np.float32)), x, g.Concat(mixed, mixed, axis=1))
         return x
 
     def _gate(self, source: int, count: int) -> ir.Value:

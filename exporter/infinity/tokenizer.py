@@ -1,8 +1,8 @@
 """The bit tokenizer of Infinity: image <-> latent, latent <-> bits per scale.
 
 Convolutions, group norm of 32, swish; no attention. Parameter names are those of the published tokenizers.
-An optional RGB shortcut (present iff the file holds `rgb_shortcut.*`) adds the image's 8x8 means to the latent and gives
-them back to the picture; the demo tokenizer uses it (MODEL_CARD.md says what it gains).
+An optional RGB shortcut (present iff the file holds `rgb_shortcut.*`) adds the image's 8x8 means to the latent and
+gives them back to the picture; the demo tokenizer uses it (MODEL_CARD.md says what it gains).
 Source: models.md 1.7 (latent), 1.8 (decoder, encoder loop).
 """
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import ToprovarError
+
+NORM_GROUPS = 32
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,31 @@ def tokenizer_config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> Token
         raise ToprovarError(
             f"not a bit tokenizer: tensor decoder.conv_in.conv.weight is missing ({len(shapes)} tensors present)"
         )
-    levels = 1 + max(int(n.split(".")[2]) for n in shapes if n.startswith("decoder.up."))
-    blocks = 1 + max(int(n.split(".")[4]) for n in shapes if n.startswith("decoder.up.0.block."))
-    widths = tuple(shapes[f"decoder.up.{i}.block.0.conv1.conv.weight"][0] for i in range(levels))
+
+    def count(start: str) -> int:
+        return len({n[len(start) :].split(".")[0] for n in shapes if n.startswith(start)})
+
+    def kernel(name: str) -> tuple[int, ...]:
+        shape = tuple(shapes.get(name, ()))
+        if len(shape) != 4 or 0 in shape:
+            raise ToprovarError(
+                f"not a bit tokenizer: tensor {name} {f'has shape {list(shape)}' if name in shapes else 'is missing'}; "
+                "expected the 4 axes of a convolution",
+                "pass the whole checkpoint of the tokenizer",
+            )
+        return shape
+
+    channels = kernel("decoder.conv_in.conv.weight")[1]
+    levels = count("decoder.up.")
+    blocks = count("decoder.up.0.block.")
+    widths = tuple(kernel(f"decoder.up.{i}.block.0.conv1.conv.weight")[0] for i in range(levels))
+    if not widths or any(width % NORM_GROUPS for width in widths):
+        raise ToprovarError(
+            f"not a bit tokenizer: its levels are {list(widths)} wide; expected multiples of {NORM_GROUPS}",
+            "the checkpoint belongs to another model, or was changed",
+        )
     return TokenizerConfig(
-        channels=shapes["decoder.conv_in.conv.weight"][1],
+        channels=channels,
         widths=widths,
         res_blocks=blocks - 1,
         rgb_shortcut="rgb_shortcut.decode.weight" in shapes,
@@ -72,7 +94,7 @@ class _Norm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.GroupNorm(32, width, eps=1e-6)
+        self.norm = nn.GroupNorm(NORM_GROUPS, width, eps=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)

@@ -1,9 +1,9 @@
 """EntropyAttention and CachedAttention as ONNX functions: the definitions every host falls back to.
 
-Attention of this scale's tokens over cached and new keys; EntropyAttention also gives the entropy of its weights. They are
-two names and not one operator with an optional output, because ONNX Runtime refuses a call of a model-local function that
-leaves out an output, and computes an output that nobody reads. Everything is time-major, so that a runtime can bind
-slices of one cache buffer without copies.
+Attention of this scale's tokens over cached and new keys; EntropyAttention also gives the entropy of its weights.
+They are two names and not one operator with an optional output, because ONNX Runtime refuses a call of a model-local
+function that leaves out an output, and computes an output that nobody reads. Everything is time-major, so that a
+runtime can bind slices of one cache buffer without copies.
 
     q      [L, R, H, D]   queries, already scaled where the model says so
     k_new  [L, R, H, D]   keys of this scale;    v_new likewise

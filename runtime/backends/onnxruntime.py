@@ -14,6 +14,11 @@ from toprovar.runtime.manifest import Graph
 NUMPY_DTYPES = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
 
 
+def _usable_cores() -> int:
+    """Cores this process may use; a container's share, where the system says so."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class OnnxRuntimeBackend:
     """Runs a bundle's graphs.
 
@@ -33,7 +38,7 @@ class OnnxRuntimeBackend:
             )
         self._ort = onnxruntime
         self._bundle = bundle
-        self._threads = threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads
+        self.threads = threads or _usable_cores()
         self.weights = bundle.weights()
         self._shared = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in self.weights.items()}
         self._sessions: dict[str, object] = {}
@@ -49,7 +54,7 @@ class OnnxRuntimeBackend:
     def _session(self, graph: Graph):  # type: ignore[no-untyped-def]
         if graph.file not in self._sessions:
             options = self._ort.SessionOptions()
-            options.intra_op_num_threads = self._threads
+            options.intra_op_num_threads = self.threads
             options.log_severity_level = 3
             options.enable_cpu_mem_arena = True
             options.add_session_config_entry("session.disable_prepacking", "1")

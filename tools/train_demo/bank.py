@@ -80,7 +80,9 @@ def build_bank(
         if not held_out or sampler.has_hidden_pairs
         else [],
     }
-    scenes, starts, ids = [], {}, {}
+    scenes: list[Scene] = []
+    starts: dict[str, int] = {}
+    ids: dict[str, Tensor] = {}
     for kind in KINDS:
         if not of_kind[kind]:
             continue

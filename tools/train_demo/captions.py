@@ -33,7 +33,7 @@ OBJECTS_IN = {"single": 1, "pair": 2, "above": 2, "two": 1, "three": 1, "four": 
 FAMILIES = (("noto",), ("blob",), ("flat", "3d"))
 HELD_OUT_CONCEPT_SHARE = 0.28  # of concepts, one family each: about 10 % of the (concept, style) pairs
 HELD_OUT_PAIR_SHARE = 0.05
-MAX_CAPTION_TOKENS = 24  # the longest caption of the grammar, `<end>` included, is shorter
+MAX_CAPTION_TOKENS = 32  # room for every caption of the grammar; a multiple of 16 for the masked attention kernels
 
 _NUMBERS = {"two": "two", "three": "three", "four": "four"}
 

@@ -11,6 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from toprovar.tools.train_demo.captions import grammar_words
+
 GROUPS = (0, 3, 4, 5, 6, 7)
 STYLES = ("noto", "blob", "flat", "3d")
 REQUIRED_STYLES = ("noto", "flat", "3d")
@@ -107,23 +109,37 @@ NEAR_DUPLICATES = frozenset(
 )
 _DROPPED = frozenset(label.strip() for label in NEAR_DUPLICATES)
 
-# Shorter everyday names; emojibase says "dog face" where the drawing is simply a dog's head.
+# Everyday names; emojibase says "dog face" where the drawing is simply a dog's head. The label stays as a tag.
 RENAMED = {
-    "dog face": "dog",
-    "cat face": "cat",
-    "tiger face": "tiger",
-    "horse face": "horse",
-    "cow face": "cow",
-    "pig face": "pig",
-    "mouse face": "mouse",
-    "rabbit face": "rabbit",
-    "monkey face": "monkey",
-    "dragon face": "dragon",
     "automobile": "car",
+    "baby chick": "chick",
+    "baguette bread": "baguette",
+    "cat face": "cat",
+    "cow face": "cow",
+    "deciduous tree": "tree",
+    "dog face": "dog",
+    "evergreen tree": "pine tree",
+    "ewe": "sheep",
+    "fire engine": "fire truck",
+    "game die": "dice",
     "grinning face": "smiley",
+    "honeybee": "bee",
+    "horse face": "horse",
+    "hot beverage": "coffee",
+    "hot pepper": "chili",
+    "jack-o-lantern": "pumpkin",
+    "lady beetle": "ladybug",
+    "locked": "padlock",
+    "monkey face": "monkey",
+    "mouse face": "mouse",
+    "pig face": "pig",
+    "poultry leg": "chicken leg",
+    "rabbit face": "rabbit",
+    "tennis": "tennis racket",
+    "tiger face": "tiger",
+    "twelve-thirty": "clock",
+    "two-hump camel": "camel",
 }
-# Known by their whole body already; the second drawing under the same name would mix two pictures.
-RENAME_ONLY_IF_FREE = frozenset({"dragon face"})
 
 
 @dataclass(frozen=True)
@@ -161,26 +177,33 @@ def select(candidates: list[Candidate], scale: float = 1.0) -> list[Candidate]:
 
 
 def concept_names(chosen: list[Candidate]) -> list[str]:
-    """Caption names of the concepts: the label, or its everyday name where that is free."""
+    """Caption names of the concepts: the label, or its everyday name where no other concept has that label."""
     taken = {candidate.label for candidate in chosen}
     names = []
     for candidate in chosen:
         short = RENAMED.get(candidate.label, candidate.label)
-        names.append(candidate.label if short in taken and short != candidate.label else short)
-    return [name.casefold().replace("’", "'") for name in names]
+        names.append(candidate.label if short in taken else short)
+    return [name.casefold() for name in names]
 
 
 def usable_tags(names: list[str], chosen: list[Candidate]) -> list[list[str]]:
-    """Tags that may stand for the name: of one or two words, and no other concept's name or tag."""
+    """Up to six texts that may stand for each name: its label if renamed, then tags of one or two words.
+
+    A tag that another concept has too, that is a word of any name, or that holds a word of the grammar (a colour, a
+    number, a style) is left out.
+    """
     owners: dict[str, int] = defaultdict(int)
     for candidate in chosen:
-        for tag in set(candidate.tags) | {candidate.label}:
-            owners[tag.casefold()] += 1
+        for tag in {t.casefold() for t in (*candidate.tags, candidate.label)}:
+            owners[tag] += 1
     words_in_names = {word for name in names for word in (name, *name.split())}
+    grammar = {word for text in grammar_words() for word in text.split()}
     result = []
-    for candidate in chosen:
-        keep = [t.casefold() for t in candidate.tags if len(t.split()) <= 2 and owners[t.casefold()] == 1]
-        result.append([t for t in keep if t not in words_in_names][:6])
+    for name, candidate in zip(names, chosen, strict=True):
+        label = candidate.label.casefold()
+        texts = [label, *(t.casefold() for t in candidate.tags if len(t.split()) <= 2)]
+        keep = [t for t in dict.fromkeys(texts) if t != name and owners[t] == 1 and t not in words_in_names]
+        result.append([t for t in keep if not grammar & set(t.split()) and any(c.isalpha() for c in t)][:6])
     return result
 
 

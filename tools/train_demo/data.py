@@ -68,7 +68,9 @@ def premultiplied(image: Image.Image) -> Tensor:
 
 def sprites_from_images(concepts: list[Concept], images: dict[tuple[int, str], Image.Image]) -> Sprites:
     """Scales every drawing to its two sizes; images are square RGBA."""
-    index, large, small = {}, [], []
+    index: dict[tuple[int, str], int] = {}
+    large: list[Tensor] = []
+    small: list[Tensor] = []
     for row, (key, image) in enumerate(images.items()):
         index[key] = row
         pixels = premultiplied(image)[None]

@@ -3,7 +3,8 @@
     python -m toprovar.tools.train_demo.prepare --out .data/demo
 
 Writes `sprites.npz` (256x256 RGBA sprites as WebP, one entry each), `concepts.json` (names, tags, styles, sources,
-licences). Needs npm and `resvg_py`; the downloads stay in `<out>/packages` and are not fetched twice.
+licences). Needs npm and `resvg_py`; the downloads stay in `packages` beside the
+folder and are not fetched twice.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class WebpSet:
 def _json_member(tar: tarfile.TarFile, name: str) -> Any:
     reader = tar.extractfile(name)
     if reader is None:
-        raise ToprovarError(f"{tar.name} has no {name}", "delete the archive and fetch it again")
+        raise ToprovarError(f"{tar.name!s} has no {name}", "delete the archive and fetch it again")
     return json.loads(reader.read())
 
 
@@ -188,8 +189,9 @@ def render(icons: IconSet | WebpSet, name: str, hexcode: str) -> np.ndarray:
 
 def build(out: Path, scale: float) -> dict[str, Any]:
     """Writes the pack. Returns the facts that concepts.json starts with."""
-    packages_folder = out / "packages"
-    packages_folder.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    packages_folder = out.parent / "packages"
+    packages_folder.mkdir(exist_ok=True)
     archives = {package: fetch(package, packages_folder) for package in PACKAGES}
     labels = next(package for package in PACKAGES if not package.style)
     with tarfile.open(archives[labels]) as tar:

@@ -159,6 +159,7 @@ def train_tokenizer(
 ) -> BitTokenizer:
     """Trains, or goes on from the working folder's weights; writes `tokenizer-*.safetensors` there."""
     device = composer.device
+    torch.backends.cudnn.benchmark = True  # one shape for thousands of steps
     tokenizer = new_tokenizer(seed, widths)
     resumed = state.load_pieces(run, "tokenizer") if span[0] > 0 else None
     if resumed:
@@ -205,6 +206,7 @@ def train_tokenizer(
         if budget.elapsed_s - saved_at > 120:
             state.save_pieces(state.as_fp16(tokenizer.state_dict()), run, "tokenizer")
             saved_at = budget.elapsed_s
+    torch.backends.cudnn.benchmark = False
     state.save_pieces(state.as_fp16(tokenizer.state_dict()), run, "tokenizer")
     return load_tokenizer(run, device)
 

@@ -36,6 +36,7 @@ STAGES = ("tokenizer", "transformer-a", "transformer-b", "finish")
 # Shares of `all --minutes`; the finish takes what its two sheets and the metrics need.
 ALL_SHARES = {"tokenizer": 0.27, "transformer-a": 0.25, "transformer-b": 0.42}
 STAGE_TAIL_S = 35.0  # kept back of a deadline for metrics, sheets and files
+FINISH_S = 60.0
 _STAGE = re.compile(r"([a-z-]+)(?:=(rest|\d+(?:\.\d+)?))?(?:@([\d.]+):([\d.]+))?")
 
 
@@ -85,7 +86,6 @@ class Session:
         self.device = torch.device(options.device)
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
-        torch.backends.cudnn.benchmark = True
         self.log = state.Log(self.run / "log.jsonl")
         self.schedule = schedule_for(1.0, "0.25M")
         self.composer = Composer(load_sprites(options.data, options.concepts).to(self.device))
@@ -100,8 +100,9 @@ class Session:
     def left_s(self) -> float:
         return self.options.deadline - (time.monotonic() - self.started)
 
-    def seconds_for(self, request: StageRequest) -> float:
-        available = self.left_s - STAGE_TAIL_S * self.scale
+    def seconds_for(self, request: StageRequest, before_finish: bool = False) -> float:
+        """Training time of a stage, so that its own tail, or the finish, still fits before the deadline."""
+        available = self.left_s - (FINISH_S if before_finish else STAGE_TAIL_S) * self.scale
         return max(1.0, available if request.seconds is None else min(request.seconds, available))
 
     @property
@@ -127,12 +128,14 @@ class Session:
         self._tokenizer, self._bank, self._judging = tokenizer, None, None
 
     def training_bank(self) -> Bank:
+        from toprovar.tools.train_demo import state
         from toprovar.tools.train_demo.bank import CAPTIONS_PER_SCENE, build_bank
 
         if self._bank is None:
             small = self.options.rehearsal
             began = time.monotonic()
-            seed = self.options.seed + int(time.time()) % 100_000 if self.options.fresh_pool else self.options.seed
+            # Another pool for every call that goes on, from the steps already made.
+            seed = self.options.seed + int(state.read_json(self.run / "transformer.json").get("step", 0))
             self._bank = build_bank(
                 self.tokenizer(),
                 self.composer,
@@ -204,6 +207,7 @@ class Session:
         metrics = stage.tokenizer_metrics(tokenizer, self.composer, self.schedule, 4 if small else 64)
         self.log(stage="tokenizer", event="done", **metrics)
         self.save_metrics("tokenizer", metrics)
+        self.copy_results(finished=False)
         images = stage.validation_images(self.composer, 8, seed=3)
         with torch.no_grad():
             pairs = [x for image in images.values() for x in (image, self._reconstructed(image))]
@@ -215,7 +219,7 @@ class Session:
         tokenizer = self.tokenizer()
         return tokenizer.decode(quantise_residual(tokenizer.encode(image).float(), self.schedule).summed)
 
-    def run_transformer(self, request: StageRequest) -> None:
+    def run_transformer(self, request: StageRequest, before_finish: bool) -> None:
         from toprovar.tools.train_demo import transformer_stage as stage
 
         phase = stage.PHASE_A if request.name == "transformer-a" else stage.PHASE_B
@@ -229,7 +233,7 @@ class Session:
             self.words,
             self.schedule,
             phase,
-            self.seconds_for(request),
+            self.seconds_for(request, before_finish),
             config=self.config,
             seed=self.options.seed,
             compile_model=self.options.compile,
@@ -237,7 +241,9 @@ class Session:
             max_steps=self.options.max_steps,
             span=request.span,
         )
-        self.judge(request.name, model, phase.scales)
+        self.copy_results(finished=False)  # before the judging, so that nothing trained is lost to it
+        if not before_finish:  # which judges the same model as shipped
+            self.judge(request.name, model, phase.scales)
 
     def judge(self, name: str, model: Any, scales: int) -> None:
         from toprovar.tools.train_demo import captions, state
@@ -291,26 +297,29 @@ class Session:
         self.use_tokenizer(self.tokenizer())  # latents of the rounded encoder
         self.judge("shipped", model, len(self.schedule))
 
-    def copy_results(self, finished: bool) -> int:
-        """Copies what a later call or the repository needs; at most eight files. Returns their number."""
+    def copy_results(self, finished: bool) -> None:
+        """Copies what a later call, or at the end the repository, needs: at most eight files.
+
+        The finished set replaces the state that an earlier stage of the same call copied.
+        """
         if self.options.out is None:
-            return 0
+            return
         self.options.out.mkdir(parents=True, exist_ok=True)
         kept = ["metrics.json", "log.jsonl", "sheet.png"]
+        state_only = ["sheet_tokenizer.png", "transformer.json"]
+        for stem in ("tokenizer", "transformer", "transformer_ema"):
+            pieces = [path.name for path in sorted(self.run.glob(f"{stem}-*.safetensors"))]
+            (kept if stem == "transformer_ema" else state_only).extend(pieces)
         if finished:
             kept += sorted(f"demo/{path.name}" for path in (self.run / "demo").iterdir())
-            stems: tuple[str, ...] = ("transformer_ema",)
+            for name in state_only:
+                (self.options.out / name).unlink(missing_ok=True)
         else:
-            kept += ["sheet_tokenizer.png", "transformer.json"]
-            stems = ("tokenizer", "transformer", "transformer_ema")
-        kept += [path.name for stem in stems for path in sorted(self.run.glob(f"{stem}-*.safetensors"))]
-        copied = 0
+            kept += state_only
         for name in kept:
             source = self.run / name
             if source.exists():
                 shutil.copyfile(source, self.options.out / Path(name).name)
-                copied += 1
-        return copied
 
 
 def train(options: argparse.Namespace) -> None:
@@ -318,13 +327,14 @@ def train(options: argparse.Namespace) -> None:
         requests_for_all(options.minutes) if options.stages == ["all"] else [parse_stage(s) for s in options.stages]
     )
     session = Session(options)
-    for request in requests:
+    for i, request in enumerate(requests):
+        before_finish = i + 1 < len(requests) and requests[i + 1].name == "finish"
         if request.name == "tokenizer":
             session.run_tokenizer(request)
         elif request.name == "finish":
             session.run_finish()
         else:
-            session.run_transformer(request)
+            session.run_transformer(request, before_finish)
         session.copy_results(finished=request.name == "finish")
     last = "demo" if requests[-1].name == "finish" else "state"
     print(
@@ -348,12 +358,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, scenes and flips (default 1)")
     parser.add_argument("--pool", type=int, default=40_000, help="cached scenes and patterns (default 40000)")
-    parser.add_argument(
-        "--fresh-pool",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="draw the pool from the clock's seed, so that each call sees other scenes (default: from --seed)",
-    )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="use torch.compile")
     parser.add_argument("--concepts", type=int, help="use only that many concepts (default: all)")
     parser.add_argument("--max-steps", type=int, help="end every training stage after that many steps")

@@ -1,0 +1,74 @@
+"""Small real-shaped models for the whole suite: random weights, seeded, built once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from toprovar.runtime.guidance import Guidance
+from toprovar.runtime.plan import Plan, Restore, Score
+
+SCHEDULE = tuple((side, side) for side in (1, 2, 4, 8, 16, 20))  # 256 and 400 tokens at the end: large enough to prune
+WORDS = ["<pad>", "<unk>", "<end>", "red", "green", "apple", "dog", "house", "on", "white"]
+GUIDANCE = Guidance(cfg=(2.5,) * len(SCHEDULE), tau=(0.8,) * len(SCHEDULE))
+FIXTURES = Path(__file__).parent.parent.parent / "shared" / "fixtures"
+
+
+def tiny_model(seed: int = 0, **changes):
+    """An Infinity of 4 layers, width 32, with tokenizer and word encoder; weights large enough to make bits differ."""
+    import torch
+    from toprovar.exporter.demo.text_encoder import WordTextEncoder
+    from toprovar.exporter.infinity.config import InfinityConfig
+    from toprovar.exporter.infinity.tokenizer import BitTokenizer, TokenizerConfig
+    from toprovar.exporter.infinity.transformer import Infinity
+    from toprovar.exporter.model import Model, ModelFile
+
+    config = InfinityConfig(
+        depth=4, width=32, heads=2, ffn_width=64, text_width=16, bits=8, pool_heads=2, chunks=2, text_length=12
+    )
+    config = replace(config, **changes)
+    torch.manual_seed(seed)
+    transformer = Infinity(config)
+    transformer.initialize(seed)
+    with torch.no_grad():
+        for name, parameter in transformer.named_parameters():
+            if parameter.dim() >= 2 and "scale_mul" not in name:
+                parameter.add_(torch.randn_like(parameter) * 0.15)
+    tokenizer = BitTokenizer(TokenizerConfig(config.code_channels, (32, 32), rgb_shortcut=True))
+    encoder = WordTextEncoder(len(WORDS), config.text_width, 2, 12)
+    encoder.initialize(seed)
+    for module in (transformer, tokenizer, encoder):
+        module.eval().requires_grad_(False)
+    vocabulary = {"schema_version": 1, "max_tokens": 12, "words": WORDS}
+    settings = ModelFile(transformer="tiny", text_tokens=12, cfg=(2.5,), tau=(0.8,))
+    return Model("tiny", config, transformer, tokenizer, encoder, vocabulary, settings, "")
+
+
+def pruning_plan(model, **changes) -> Plan:
+    """Prunes the last scale: layers 2 and 3 keep some tokens, ranked by layer 1."""
+    values = {
+        "backbone": model.backbone,
+        "schedule": SCHEDULE,
+        "method": "toprovar",
+        "score": Score(kind="entropy", source_layer={5: {2: 1, 3: 1}}),
+        "keep": {5: (400, 400, 192, 128)},
+        "restore": Restore(kind="cached_residual", ref_scale=4),
+    }
+    return Plan(**{**values, **changes})
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny, tmp_path_factory):
+    """A bundle of the tiny model, dense and planned. Copy it before damaging it."""
+    from toprovar.exporter.bundle_writer import export_bundle
+    from toprovar.exporter.infinity.graphs import StepOptions
+
+    folder = tmp_path_factory.mktemp("bundle") / "tiny"
+    export_bundle(tiny, folder, GUIDANCE, StepOptions(text_tokens=12), pruning_plan(tiny))
+    return folder

@@ -1,0 +1,333 @@
+"""The command line. Each command is thin: it reads options, calls the floor that does the work, and prints.
+
+Heavy packages are imported inside the commands, so that `--help` works with nothing optional installed.
+"""
+
+from __future__ import annotations
+
+import signal
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from toprovar.tools import console
+
+app = typer.Typer(
+    name="toprovar",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="From a visual-autoregressive checkpoint to production: calibrate, export, run.",
+)
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks and debug messages.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the noise, 0 to 2^63.")]
+ModelArgument = Annotated[str, typer.Argument(help="Packaged model (demo), folder with model.json, or checkpoint.")]
+Tokenizer = Annotated[
+    str | None, typer.Option("--tokenizer", help="Checkpoint of the bit tokenizer, for a bare checkpoint.")
+]
+Aspect = Annotated[float | None, typer.Option("--aspect", help="Height over width; the nearest template is used.")]
+Budget = Annotated[str | None, typer.Option("--budget", help="Pixel budget: 0.06M, 0.25M, 0.60M or 1M.")]
+Cfg = Annotated[str | None, typer.Option("--cfg", help="Guidance: one value, or one per scale with commas.")]
+Tau = Annotated[
+    str | None,
+    typer.Option("--tau", help="Temperature: one value, or one per scale with commas."),
+]
+
+
+class Preset(str, Enum):
+    full = "full"
+    paper = "paper"
+
+
+class Direction(str, Enum):
+    auto = "auto"
+    le = "le"
+    ge = "ge"
+
+
+class Restore(str, Enum):
+    identity = "identity"
+    cached_residual = "cached_residual"
+
+
+class Resample(str, Enum):
+    bilinear = "bilinear"
+    area = "area"
+
+
+class NumberFormat(str, Enum):
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+def _finish(command: Any, verbose: bool) -> None:
+    code = console.run_command(command, verbose)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the results.")] = Path("out/demo"),
+    prompts: Annotated[int, typer.Option("--prompts", min=1, max=64, help="Pictures to make, dense and planned.")] = 8,
+    calibration_prompts: Annotated[
+        int, typer.Option("--calibration-prompts", min=2, max=64, help="Prompts to calibrate with.")
+    ] = 16,
+    seed: Seed = 7,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Calibrate, export and run the packaged demo model; ends with a report. Resumes what is done."""
+
+    def body() -> None:
+        from toprovar.tools.demo import run_demo
+
+        summary = run_demo(out, prompts, calibration_prompts, seed)
+        if json:
+            console.print_json(summary)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def calibrate(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for plan.json, stats/ and report.html.")],
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="Text file, one prompt per line; a shipped list if left out.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")] = None,
+    method: Annotated[str, typer.Option("--method", help="Method that turns statistics into a plan.")] = "toprovar",
+    preset: Annotated[Preset, typer.Option("--preset", help="paper also skips the last two scales.")] = Preset.full,
+    rho_threshold: Annotated[
+        float | None, typer.Option("--rho-threshold", min=0, max=1, help="Threshold on rho; fitted if left out.")
+    ] = None,
+    direction: Annotated[
+        Direction, typer.Option("--direction", help="Side of the threshold that counts as settled.")
+    ] = Direction.auto,
+    scale_depth: Annotated[
+        int | None,
+        typer.Option("--scale-depth", min=0, help="D, 0-based; fitted if left out. Pruning starts after it."),
+    ] = None,
+    alpha_max: Annotated[
+        float | None, typer.Option("--alpha-max", min=0, max=1, help="Largest pruning probability; default 0.9.")
+    ] = None,
+    target_speedup: Annotated[
+        float | None,
+        typer.Option("--target-speedup", min=1, help="Set alpha-max so that token-layer work shrinks by this factor."),
+    ] = None,
+    restore: Annotated[Restore, typer.Option("--restore", help="What pruned positions get.")] = Restore.cached_residual,
+    resample: Annotated[
+        Resample, typer.Option("--resample", help="How cached residuals are resized.")
+    ] = Resample.bilinear,
+    tokenizer: Tokenizer = None,
+    aspect: Aspect = None,
+    budget: Budget = None,
+    cfg: Cfg = None,
+    tau: Tau = None,
+    seed: Seed = 0,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Learn from prompts what may be left out; writes plan.json, statistics and a report."""
+
+    def body() -> None:
+        from toprovar.calibrate.methods.settings import MethodSettings
+        from toprovar.tools.calibration import CalibrationRequest, run_calibration
+
+        settings = MethodSettings(
+            preset=preset.value,
+            tau=rho_threshold,
+            direction=direction.value,
+            scale_depth=scale_depth,
+            alpha_max=MethodSettings.alpha_max if alpha_max is None else alpha_max,
+            target_speedup=target_speedup,
+            restore=restore.value,
+            resample=resample.value,
+        )
+        request = CalibrationRequest(
+            model=model, tokenizer=tokenizer, prompts=prompts, limit=limit, method=method, settings=settings,
+            aspect=aspect, budget=budget, cfg=cfg, tau=tau, seed=seed, out=out,
+        )  # fmt: skip
+        plan = run_calibration(request)
+        if json:
+            console.print_json(plan.model_dump(mode="json", by_alias=True))
+
+    _finish(body, verbose)
+
+
+@app.command()
+def export(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the bundle; an older bundle there is replaced.")],
+    plan: Annotated[Path | None, typer.Option("--plan", help="plan.json; dense without.")] = None,
+    dtype: Annotated[
+        NumberFormat, typer.Option("--dtype", help="Number format of matrix products; CPU bundles take fp32.")
+    ] = NumberFormat.fp32,
+    text_tokens: Annotated[
+        int | None, typer.Option("--text-tokens", min=1, max=512, help="Prompt length; model's own default.")
+    ] = None,
+    tokenizer: Tokenizer = None,
+    aspect: Aspect = None,
+    budget: Budget = None,
+    cfg: Cfg = None,
+    tau: Tau = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace an older bundle.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be built, and build nothing.")] = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a bundle: per-scale ONNX step graphs over one weights file, dense and planned."""
+
+    def body() -> None:
+        from toprovar.tools.exporting import ExportRequest, run_export
+
+        request = ExportRequest(
+            model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value, text_tokens=text_tokens,
+            aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run,
+        )  # fmt: skip
+        facts = run_export(request, quiet=json)
+        if json:
+            console.print_json(facts)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def run(
+    bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="PNG file to write.")] = Path("image.png"),
+    seed: Seed = 0,
+    plan: Annotated[
+        str | None, typer.Option("--plan", help="Variant: dense or planned; planned where the bundle has it.")
+    ] = None,
+    negative: Annotated[str | None, typer.Option("--negative", help="Negative prompt.")] = None,
+    cfg: Cfg = None,
+    tau: Tau = None,
+    preview_dir: Annotated[
+        Path | None, typer.Option("--preview-dir", help="Also write the picture after every scale there.")
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")] = 0,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Make an image with a bundle. Needs numpy and onnxruntime only."""
+
+    def body() -> None:
+        from toprovar.tools.running import run_bundle
+
+        record = run_bundle(
+            bundle, prompt, seed, out, variant=plan, negative=negative, cfg=cfg, tau=tau, preview_dir=preview_dir,
+            threads=threads, quiet=json,
+        )  # fmt: skip
+        if json:
+            console.print_json(record)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def bench(
+    bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = "red apple",
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs per variant; the median counts.")] = 5,
+    seed: Seed = 0,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")] = 0,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Time the variants of a bundle against each other, interleaved, on this machine."""
+
+    def body() -> None:
+        from toprovar.tools.bench import print_bench, run_bench
+
+        facts = run_bench(bundle, prompt, runs, seed, threads)
+        if json:
+            console.print_json(facts)
+        else:
+            print_bench(facts)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A checkpoint, a plan, a bundle, or the name of a packaged model.")],
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say what a checkpoint, plan or bundle is."""
+
+    def body() -> None:
+        from toprovar.tools.inspection import inspect_path, print_facts
+
+        facts = inspect_path(path)
+        if json:
+            console.print_json(facts)
+        else:
+            print_facts(facts)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def env(json: Json = False, verbose: Verbose = False) -> None:
+    """Print versions of what is installed and what this machine can run."""
+
+    def body() -> None:
+        from toprovar.tools.environment import environment
+        from toprovar.tools.inspection import print_facts
+
+        facts = environment()
+        if json:
+            console.print_json(facts)
+        else:
+            print_facts(facts)
+
+    _finish(body, verbose)
+
+
+def _version(value: bool) -> None:
+    if value:
+        from toprovar.runtime.version import VERSION
+
+        console.out.print(VERSION)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+def _interruptible() -> None:
+    # a supervisor's SIGTERM ends like Ctrl-C: temporary files are removed on the way out
+    signal.signal(signal.SIGTERM, lambda number, frame: (_ for _ in ()).throw(KeyboardInterrupt()))
+
+
+def main() -> None:
+    """Entry point of `toprovar`."""
+    _interruptible()
+    app()
+
+
+def export_main() -> None:
+    """Entry point of `toprovar-export`, the name for build scripts."""
+    _interruptible()
+    export_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    export_app.command(name="toprovar-export")(export)
+    export_app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""`toprovar env`: what is installed, and what follows from it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from typing import Any
+
+from toprovar.runtime.version import VERSION
+
+PACKAGES = (
+    "numpy",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "torch",
+    "triton",
+    "onnx",
+    "onnx-ir",
+    "tensorrt",
+    "tensorrt-rtx-cu13-bindings",
+    "safetensors",
+    "pydantic",
+)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(command: list[str]) -> str | None:
+    """First line that a program prints, or None if it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0] if done.returncode == 0 and lines else None
+
+
+def environment() -> dict[str, Any]:
+    """Versions, cores, GPU and which commands work here."""
+    packages = {name: _installed(name) for name in PACKAGES}
+    gpu = _first_line(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"])
+    can_run = bool(packages["onnxruntime"] or packages["onnxruntime-gpu"])
+    can_calibrate = all(packages[name] for name in ("torch", "onnx", "onnx-ir"))
+    return {
+        "toprovar": VERSION,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "packages": packages,
+        "gpu": gpu,
+        "commands": {
+            "run, bench": "yes" if can_run else "no: pip install toprovar",
+            "calibrate, export, demo": "yes" if can_calibrate else "no: pip install 'toprovar[torch]'",
+        },
+    }

@@ -1,0 +1,100 @@
+"""`toprovar export` and `toprovar-export`: a bundle, or the bill of one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle
+from toprovar.exporter.infinity.graphs import StepOptions
+from toprovar.exporter.model import load_model, published_without_weights
+from toprovar.runtime.bundle import open_bundle
+from toprovar.runtime.plan import dense_plan, load_plan
+from toprovar.tools import console
+from toprovar.tools.options import guidance_with, schedule_with
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """The command's options; None means the model's own default."""
+
+    model: str
+    out: Path
+    tokenizer: str | None = None
+    plan: Path | None = None
+    dtype: str = "fp32"
+    text_tokens: int | None = None
+    aspect: float | None = None
+    budget: str | None = None
+    cfg: str | None = None
+    tau: str | None = None
+    overwrite: bool = True
+    dry_run: bool = False
+
+
+def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
+    """Exports, or counts with `dry_run`. Returns: what was, or would be, built."""
+    started = time.perf_counter()
+    plan = load_plan(request.plan) if request.plan else None
+    if request.dry_run and request.model.startswith("infinity-") and not Path(request.model).exists():
+        model = published_without_weights(request.model)
+    else:
+        model = load_model(request.model, request.tokenizer)
+    schedule = schedule_with(model, request.aspect, request.budget)
+    if plan is not None:
+        plan.check_backbone(model.backbone, schedule)
+        if plan.backbone.weights_sha256 not in ("", model.weights_sha256):
+            console.say("warning: the plan was calibrated on other weights of the same shape")
+    guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
+    options = StepOptions(
+        rows=2 if guidance.uses_unconditional_row else 1,
+        text_tokens=request.text_tokens or model.settings.text_tokens,
+        compute=request.dtype,
+        mixes_logits=guidance.mixes_logits,
+        mixed_layers=guidance.mixed_layers(model.config.depth),
+    )
+    if request.dry_run:
+        facts = asdict(bill(BundleGraphs(model, plan or dense_plan(model.backbone, schedule), options)))
+        if not quiet:
+            _print_bill(request.model, facts)
+        return facts
+    with console.progress("export") as advance:
+        manifest = export_bundle(
+            model,
+            request.out,
+            guidance,
+            options,
+            plan,
+            schedule,
+            request.overwrite,
+            lambda what, done, total: advance(done, total),
+        )
+    size_bytes = open_bundle(request.out, verify=False).size_bytes
+    console.say(
+        f"wrote {request.out} ({len(manifest.schedule)} scales, {size_bytes / 1e6:.1f} MB) in "
+        f'{time.perf_counter() - started:.1f}s; next: toprovar run {request.out} --prompt "…"'
+    )
+    return {
+        "out": str(request.out),
+        "bundle_bytes": size_bytes,
+        "weights_bytes": manifest.files[manifest.weights_file].size_bytes,
+        "graphs": len([name for name in manifest.files if name.endswith(".onnx")]),
+        "variants": list(manifest.variants),
+    }
+
+
+def _print_bill(name: str, facts: dict[str, Any]) -> None:
+    table = Table(title=f"export of {name}: nothing was written")
+    table.add_column("item")
+    table.add_column("amount", justify="right")
+    table.add_row("graphs", str(facts["graphs"]))
+    table.add_row("graph files", f"{facts['graph_bytes'] / 1e6:.1f} MB")
+    table.add_row("weights file", f"{facts['weights_bytes'] / 1e6:.1f} MB")
+    table.add_row("K/V cache at run time", f"{facts['cache_bytes'] / 1e6:.1f} MB")
+    for row in facts["scales"]:
+        table.add_row(f"scale {row['scale']}: tokens, planned mean per layer", f"{row['tokens']}, {row['planned']}")
+    console.out.print(table)

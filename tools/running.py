@@ -1,0 +1,103 @@
+"""`toprovar run`: one image from a bundle. Imports nothing but the runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
+from toprovar.runtime.bundle import Bundle, open_bundle
+from toprovar.runtime.errors import ToprovarError
+from toprovar.runtime.image_files import printable, write_png
+from toprovar.runtime.noise import check_seed
+from toprovar.runtime.pipeline import Pipeline, Result
+from toprovar.runtime.version import VERSION
+from toprovar.tools import console
+from toprovar.tools.options import guidance_with
+
+
+def default_variant(bundle: Bundle) -> str:
+    return "planned" if "planned" in bundle.manifest.variants else "dense"
+
+
+def record_of(result: Result, bundle: Bundle, backend: OnnxRuntimeBackend, variant: str, seed: int) -> dict[str, Any]:
+    """What a run was and how long it took, as data."""
+    prompt = result.prompt
+    return {
+        "prompt": printable(prompt.text) if prompt else None,
+        "prompt_tokens": {"used": prompt.kept, "given": prompt.total} if prompt else None,
+        "seed": seed,
+        "variant": variant,
+        "method": bundle.manifest.method if variant == "planned" else "dense",
+        "bundle_sha256": bundle.digest,
+        "versions": {"toprovar": VERSION, "backend": backend.version},
+        "latency_ms": {name: round(value, 3) for name, value in result.latency_ms.items()},
+        "steps": [
+            {
+                "scale": step.scale,
+                "map": list(step.map),
+                "tokens_per_layer": list(step.counts),
+                "latency_ms": round(step.latency_ms, 3),
+            }
+            for step in result.steps
+        ],
+    }
+
+
+def run_bundle(
+    folder: Path,
+    prompt: str,
+    seed: int,
+    out: Path,
+    variant: str | None = None,
+    negative: str | None = None,
+    cfg: str | None = None,
+    tau: str | None = None,
+    preview_dir: Path | None = None,
+    threads: int = 0,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Makes one image and writes it. Returns: the record of the run.
+
+    Raises: ToprovarError before anything is written if the bundle, the variant, the seed or the place is wrong.
+    """
+    check_seed(seed)
+    if out.is_dir():
+        raise ToprovarError(f"{out} is a folder; expected the name of a PNG file", "pass -o image.png")
+    if out.suffix.lower() != ".png":
+        raise ToprovarError(f"{out} does not end in .png; pictures are written as PNG", f"pass -o {out.stem}.png")
+    bundle = open_bundle(folder)
+    backend = OnnxRuntimeBackend(bundle, threads)
+    pipeline = Pipeline(bundle, backend)
+    variant = variant or default_variant(bundle)
+    guidance = guidance_with(bundle.manifest.guidance, cfg, tau)
+    snapshots: list[np.ndarray] = []
+    result = pipeline.generate(
+        prompt,
+        seed,
+        variant,
+        negative=negative,
+        guidance=guidance,
+        on_scale=(lambda scale, codes: snapshots.append(codes.copy())) if preview_dir else None,
+    )
+    facts = {
+        "prompt": prompt,
+        "negative_prompt": negative or "",
+        "seed": str(seed),
+        "variant": variant,
+        "bundle_sha256": bundle.digest,
+        "software": f"toprovar {VERSION}",
+    }
+    if result.image is None:
+        raise ToprovarError(f"bundle {folder} holds no decoder, so it makes no picture", "export it with --tokenizer")
+    for scale, codes in enumerate(snapshots):
+        assert preview_dir is not None
+        write_png(preview_dir / f"scale_{scale:02d}.png", pipeline.decode(codes), {**facts, "scale": str(scale)})
+    write_png(out, result.image, facts)
+    record = {**record_of(result, bundle, backend, variant, seed), "out": str(out)}
+    if not quiet:
+        total_s = sum(result.latency_ms.values()) / 1e3
+        console.say(f"wrote {out} ({variant}, {len(result.steps)} scales) in {total_s:.2f}s")
+    return record
