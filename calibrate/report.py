@@ -155,7 +155,7 @@ def ssim_chart(stats: Statistics, plan: Plan) -> Chart:
             threshold, color=THRESHOLD, linewidth=1.4, linestyle=(0, (5, 3)), label=f"threshold = {threshold:.2f}"
         )
         settled = " above the threshold the scale counts as settled and its ρ helps to fit τ;"
-    axes.set_ylim(min(0.0, float(stats.truncated_ssim.min()) - 0.03), 1.03)
+    axes.set_ylim(min(0.0, float(np.nanmin(stats.truncated_ssim)) - 0.03), 1.03)
     label_axes(axes, SCALE_AXIS, "SSIM to the full picture")
     legend_above(axes, 3)
     caption = f"The picture is decoded without any code after the scale;{settled} 1 at the last scale by definition."
@@ -168,8 +168,9 @@ def _curves(axes: Axes, values: np.ndarray) -> None:
     x = np.arange(scales)
     for row in values:
         axes.plot(x, row, color=MUTED, linewidth=0.6, alpha=max(0.12, min(0.5, 4 / prompts)))
-    low, high = np.percentile(values, [25, 75], axis=0)
-    axes.fill_between(x, low, high, color=FULL, alpha=0.2, linewidth=0, label="quartiles")
+    known = ~np.isnan(values).any(0)
+    low, high = np.percentile(values[:, known], [25, 75], axis=0)
+    axes.fill_between(x[known], low, high, color=FULL, alpha=0.2, linewidth=0, label="quartiles")
     axes.plot(x, values.mean(0), color=FULL, linewidth=2, marker="o", markersize=3.5, label=f"mean of {prompts}")
     scale_ticks(axes, scales)
 

@@ -40,9 +40,9 @@ class Statistics:
     rho:            [P, K] share of low-entropy tokens, entropy averaged over layers
     mean_entropy:   [P, K, L] nats
     singular_ratio: [P, L] sigma1/sigma2 of the entropy map at the representative scale
-    truncated_ssim: [P, K] SSIM of the picture after scale k to the full one
+    truncated_ssim: [P, K] SSIM of the picture after scale k to the full one; NaN before the guard scale
     prompts, seeds: what was run
-    shown:          for the first prompts, {"entropy_k": [L, h, w] nats, "picture_k": [H, W, 3] uint8 after scale k}
+    shown:          of the first prompts, {"entropy_k": [L, h, w] nats, "picture_k": [H, W, 3] uint8 from the guard on}
     """
 
     schedule: Schedule
@@ -61,9 +61,14 @@ class Statistics:
 
     @property
     def guard_scale(self) -> int:
-        """First scale whose side is at least 3/8 of the last one's: below it structure is still forming."""
-        last = max(self.schedule[-1])
-        return next(k for k, size in enumerate(self.schedule) if max(size) * 8 >= last * 3)
+        """Below this scale structure is still forming: no pruning, no statistics that decide."""
+        return guard_scale(self.schedule)
+
+
+def guard_scale(schedule: Schedule) -> int:
+    """First scale whose longer side is at least 3/8 of the last one's (methods.md 2.3)."""
+    last = max(schedule[-1])
+    return next(k for k, size in enumerate(schedule) if max(size) * 8 >= last * 3)
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -106,10 +111,12 @@ def measure_prompt(
         raise ToprovarError("calibration needs the tokenizer, to judge pictures", "pass --tokenizer")
     tokenizer = model.tokenizer
     config = model.config
-    pictures: list[np.ndarray] = []
+    pictures: dict[int, np.ndarray] = {}
+    guard = guard_scale(schedule)
 
     def decode(scale: int, codes: torch.Tensor) -> None:
-        pictures.append(picture_from_image(tokenizer.decode(codes)[0].numpy()))
+        if scale >= guard:
+            pictures[scale] = picture_from_image(tokenizer.decode(codes)[0].numpy())
 
     run = generate(
         model.transformer,
@@ -125,9 +132,11 @@ def measure_prompt(
         "rho": np.empty(scales),
         "mean_entropy": np.empty((scales, layers)),
         "singular_ratio": np.empty(layers),
-        "truncated_ssim": np.array([ssim(picture, pictures[-1]) for picture in pictures]),
+        "truncated_ssim": np.full(scales, np.nan),
     }
     representative = min(REPRESENTATIVE_SCALE, scales - 1)
+    for k, picture in pictures.items():
+        found["truncated_ssim"][k] = ssim(picture, pictures[scales - 1])
     for k, (height, width) in enumerate(schedule):
         maps = np.stack([run.entropy[k, layer][0].numpy() for layer in range(layers)])  # [L, N], conditional row
         found["rho"][k] = low_entropy_ratio(maps.mean(0))
@@ -136,7 +145,8 @@ def measure_prompt(
             found["singular_ratio"][:] = [singular_ratio(m.reshape(height, width)) for m in maps]
         if keep_maps:
             found[f"entropy_{k}"] = maps.reshape(layers, height, width).astype(np.float32)
-            found[f"picture_{k}"] = pictures[k]
+            if k in pictures:
+                found[f"picture_{k}"] = pictures[k]
     return found
 
 

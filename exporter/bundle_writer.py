@@ -1,8 +1,7 @@
 """Writes a bundle: one weights file, the graphs that point into it, and the manifest that describes them.
 
-The folder is made under a temporary name beside its final one and renamed when it is whole: an interrupted export
-                                                                                             leaves
-no half bundle. The same inputs give the same bytes.
+The folder is made under a temporary name beside its final one and renamed when it is whole: an interrupted
+export leaves no half bundle. The same inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ WEIGHTS_FILE = "weights.safetensors"
 
 @dataclass(frozen=True)
 class Bill:
-    """What an export would make. weights_bytes and graph_bytes on disk; peak_bytes of weights, cache and codes at
-    run time."""
+    """What an export would make. weights_bytes and graph_bytes on disk; cache_bytes of K and V, dense."""
 
     graphs: int
     weights_bytes: int

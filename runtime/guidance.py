@@ -1,7 +1,7 @@
 """Classifier-free guidance and sampling temperature, per scale.
 
-Source: models.md 1.7. `cfg*c + (1-cfg)*u` on logits that were divided by tau; insertion lists name where rows are
-        mixed.
+Source: models.md 1.7. `cfg*c + (1-cfg)*u` on logits that were divided by tau; insertion lists say
+where rows are mixed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.plan import Plan, Restore, Score
 
@@ -18,6 +19,7 @@ FIXTURES = Path(__file__).parent.parent.parent / "shared" / "fixtures"
 def tiny_model(seed: int = 0, **changes):
     """An Infinity of 4 layers, width 32, with tokenizer and word encoder; weights large enough to make bits differ."""
     import torch
+
     from toprovar.exporter.demo.text_encoder import WordTextEncoder
     from toprovar.exporter.infinity.config import InfinityConfig
     from toprovar.exporter.infinity.tokenizer import BitTokenizer, TokenizerConfig

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from toprovar.exporter.infinity.generate import Generation, generate
 from toprovar.exporter.prompts import encode_prompt
 from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend

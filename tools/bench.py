@@ -80,6 +80,5 @@ def print_bench(facts: dict[str, Any]) -> None:
         table.add_row(variant, *(f"{row[value]:.0f}" for value in values))
     console.out.print(table)
     if "wall_speedup" in facts:
-        console.out.print(
-            f"planned: {facts['wall_speedup']:.2f} times as fast over the steps, TLE {facts['tle_speedup']:.2f} times less"
-        )
+        wall, work = facts["wall_speedup"], facts["tle_speedup"]
+        console.out.print(f"planned: {wall:.2f} times as fast over the steps, TLE {work:.2f} times less")

@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toprovar.calibrate.fitting import fit_plan
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.methods.toprovar import fit_depth
 from toprovar.calibrate.report import write_report
 from toprovar.calibrate.statistics import Statistics, collect_statistics, read_prompts
-from toprovar.calibrate.targets import fit_plan
 from toprovar.exporter.model import Model, load_model
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.noise import check_seed

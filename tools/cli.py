@@ -78,7 +78,7 @@ def demo(
     prompts: Annotated[int, typer.Option("--prompts", min=1, max=64, help="Pictures to make, dense and planned.")] = 8,
     calibration_prompts: Annotated[
         int, typer.Option("--calibration-prompts", min=2, max=64, help="Prompts to calibrate with.")
-    ] = 16,
+    ] = 12,
     seed: Seed = 7,
     json: Json = False,
     verbose: Verbose = False,
@@ -118,9 +118,15 @@ def calibrate(
     alpha_max: Annotated[
         float | None, typer.Option("--alpha-max", min=0, max=1, help="Largest pruning probability; default 0.9.")
     ] = None,
+    beta: Annotated[float | None, typer.Option("--beta", min=0, help="Steepness of R; fitted if left out.")] = None,
+    global_layers: Annotated[
+        int | None, typer.Option("--global-layers", min=1, help="Layers that stay dense; Otsu's split if left out.")
+    ] = None,
     target_speedup: Annotated[
         float | None,
-        typer.Option("--target-speedup", min=1, help="Set alpha-max so that token-layer work shrinks by this factor."),
+        typer.Option(
+            "--target-speedup", min=1, help="Choose D, layers and strength so that work (TLE) shrinks this much."
+        ),
     ] = None,
     restore: Annotated[Restore, typer.Option("--restore", help="What pruned positions get.")] = Restore.cached_residual,
     resample: Annotated[
@@ -146,6 +152,8 @@ def calibrate(
             tau=rho_threshold,
             direction=direction.value,
             scale_depth=scale_depth,
+            beta=beta,
+            global_layers=global_layers,
             alpha_max=MethodSettings.alpha_max if alpha_max is None else alpha_max,
             target_speedup=target_speedup,
             restore=restore.value,

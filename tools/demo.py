@@ -199,6 +199,7 @@ def _summary(bundle: Bundle, drawn: list[Drawn], equal: bool, seconds: dict[str,
             "dense": statistics.median(d.latency_ms["steps"] for _, _, d, _ in drawn),
             "planned": statistics.median(p.latency_ms["steps"] for _, _, _, p in drawn),
         },
+        "graphs": sum(name.endswith(".onnx") for name in manifest.files),
         "pictures": len(drawn),
     }
 

@@ -12,8 +12,10 @@ class MethodSettings:
     tau:            threshold on rho; None fits it to the statistics
     direction:      which side of tau counts as settled; "auto" reads it off the calibration curve
     scale_depth:    D; None takes the mode over prompts. Pruning starts at D + 1
+    beta:           steepness of R; None puts R = 1/2 at the split between Global and Detail
+    global_layers:  how many layers stay dense, those with the largest sigma1/sigma2; None splits by Otsu's rule
     alpha_min, alpha_max: bounds of the pruning probability (ToProVAR eq. 6)
-    target_speedup: token-layer speed-up to reach by raising or lowering alpha_max; None leaves alpha_max as it is
+    target_speedup: token-layer speed-up to reach by stronger settings (toprovar.py says which); None leaves them alone
     restore:        what pruned positions get
     ssim_threshold: a truncated picture this close to the full one counts as settled
     """
@@ -22,6 +24,8 @@ class MethodSettings:
     tau: float | None = None
     direction: Literal["auto", "le", "ge"] = "auto"
     scale_depth: int | None = None
+    beta: float | None = None
+    global_layers: int | None = None
     alpha_min: float = 0.0
     alpha_max: float = 0.9
     target_speedup: float | None = None

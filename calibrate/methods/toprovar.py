@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from toprovar.calibrate.measures import otsu_threshold, rank_correlation
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.statistics import Statistics, prompts_digest
+from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.plan import (
     COUNT_GRID,
     MIN_PRUNED_TOKENS,
@@ -32,6 +33,8 @@ from toprovar.runtime.version import VERSION
 AMBIGUOUS_SHARE = 0.2  # a layer whose class flips in more than this share of prompts stays dense
 PLAUSIBLE_TAU = (0.3, 0.55)  # around the paper's 0.4
 PAPER_SKIPPED_SCALES = 2
+FEWEST_GLOBAL_SHARE = 3 / 16  # six of 32 layers explain the paper's 2B timings (methods.md 2.6)
+BISECTIONS = 24
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,30 @@ class LayerFit:
     ambiguous: np.ndarray
 
 
-def fit_layers(singular_ratio: np.ndarray) -> LayerFit:
-    """Layer scores of [P, L] ratios: R = exp(-beta (ratio - 1)), with R = 1/2 at Otsu's split of ln(ratio)."""
+def fit_layers(singular_ratio: np.ndarray, global_layers: int | None = None, beta: float | None = None) -> LayerFit:
+    """Layer scores of [P, L] ratios: R = exp(-beta (ratio - 1)), with R = 1/2 at the split of ln(ratio).
+
+    global_layers: that many layers with the largest mean ln(ratio) are Global; None splits by Otsu's rule, and layers
+                   whose side changes between prompts stay Global
+    beta:          replaces the beta that the split gives
+    """
     log_ratio = np.log(singular_ratio)
-    split = otsu_threshold(log_ratio)
-    beta = math.log(2) / max(math.exp(split) - 1, 1e-9)
-    R = np.exp(-beta * (singular_ratio - 1))  # [P, L]
-    votes = (R >= 0.5).mean(0)  # share of prompts that call the layer Detail
-    ambiguous = np.minimum(votes, 1 - votes) > AMBIGUOUS_SHARE
-    return LayerFit(R.mean(0), beta, (votes >= 0.5) & ~ambiguous, ambiguous)
+    layers = singular_ratio.shape[1]
+    if global_layers is None:
+        split = otsu_threshold(log_ratio)
+        votes = (log_ratio <= split).mean(0)  # share of prompts that call the layer Detail
+        ambiguous = np.minimum(votes, 1 - votes) > AMBIGUOUS_SHARE
+        is_detail = (votes >= 0.5) & ~ambiguous
+    else:
+        mean = log_ratio.mean(0)
+        order = np.argsort(-mean, kind="stable")
+        is_detail = np.ones(layers, bool)
+        is_detail[order[:global_layers]] = False
+        edges = mean[order[max(global_layers - 1, 0) : global_layers + 1]]
+        split, ambiguous = float(edges.mean()), np.zeros(layers, bool)
+    if beta is None:
+        beta = math.log(2) / max(math.exp(split) - 1, 1e-9)
+    return LayerFit(np.exp(-beta * (singular_ratio - 1)).mean(0), beta, is_detail, ambiguous)
 
 
 @dataclass(frozen=True)
@@ -95,10 +113,65 @@ def keep_count(tokens: int, pruned_share: float) -> int:
 
 
 def toprovar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Plan:
-    """Static ToProVAR plan; dense where no scale crosses tau (paper A.5.4)."""
+    """Static ToProVAR plan; dense where no scale crosses tau (paper A.5.4).
+
+    Raises: ToprovarError if a target speed-up is out of reach.
+    """
+    if settings.target_speedup is not None:
+        settings = reach_target(stats, backbone, settings, settings.target_speedup)
+    return _plan(stats, backbone, settings)
+
+
+def reach_target(stats: Statistics, backbone: Backbone, settings: MethodSettings, target: float) -> MethodSettings:
+    """The gentlest settings whose plan saves `target` times the work, in this order of preference:
+
+    the latest D that can reach it (coarse scales cost little and add most), then as many Global layers as can, then the
+    largest beta, then, where even beta = 0 is not enough, the smallest alpha_max. On the demo model hard pruning of few
+    layers kept more of the picture than gentle pruning of many (docs/calibration.md).
+
+    Raises: ToprovarError naming the speed-up that is in reach.
+    """
+    settings = replace(settings, target_speedup=None)
+    base = fit_layers(stats.singular_ratio, settings.global_layers, settings.beta)
+    fewest = max(1, math.ceil(stats.layers * FEWEST_GLOBAL_SHARE))
+    most = max(fewest, int((~base.is_detail).sum()))
+    fitted = fit_depth(stats, settings).value
+    last = len(stats.schedule) - 2
+    depths = [settings.scale_depth] if settings.scale_depth is not None else range(last, (fitted or 0) - 1, -1)
+    layer_counts = [settings.global_layers] if settings.global_layers is not None else range(most, fewest - 1, -1)
+
+    def at(depth: int | None, count: int | None, strength: float) -> MethodSettings:
+        """strength 0..1 lowers beta to 0, 1..2 raises alpha_max to 1."""
+        beta = base.beta * max(0.0, 1 - strength)
+        alpha = settings.alpha_max + (1 - settings.alpha_max) * max(0.0, strength - 1)
+        return replace(settings, scale_depth=depth, global_layers=count, beta=beta, alpha_max=alpha)
+
+    best = 1.0
+    for depth in depths:
+        for count in layer_counts:
+            reached = _plan(stats, backbone, at(depth, count, 2.0)).tle_speedup
+            best = max(best, reached)
+            if reached < target:
+                continue
+            low, high = 0.0, 2.0
+            for _ in range(BISECTIONS):
+                middle = (low + high) / 2
+                if _plan(stats, backbone, at(depth, count, middle)).tle_speedup >= target:
+                    high = middle
+                else:
+                    low = middle
+            return at(depth, count, high)
+    raise ToprovarError(
+        f"target speed-up {target:g} is out of reach: at most {best:.2f} times",
+        "lower the target, set an earlier --scale-depth, or use --preset paper",
+    )
+
+
+def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Plan:
     schedule, layers = stats.schedule, stats.layers
     scales = len(schedule)
-    depth, fit = fit_depth(stats, settings), fit_layers(stats.singular_ratio)
+    depth = fit_depth(stats, settings)
+    fit = fit_layers(stats.singular_ratio, settings.global_layers, settings.beta)
     warnings = []
     if not PLAUSIBLE_TAU[0] <= depth.tau <= PLAUSIBLE_TAU[1]:
         warnings.append(f"tau {depth.tau:.3f} is outside {PLAUSIBLE_TAU[0]} to {PLAUSIBLE_TAU[1]} (paper: 0.4)")

@@ -57,7 +57,11 @@ class OnnxRuntimeBackend:
             options.intra_op_num_threads = self.threads
             options.log_severity_level = 3
             options.enable_cpu_mem_arena = True
+            # packed copies of the weights would cost their size again per session, and gain 3 % here
             options.add_session_config_entry("session.disable_prepacking", "1")
+            # sessions run in turn: one that goes on spinning after its step takes a core from the next one
+            # (demo, 2 cores, 10 steps: 1026 ms with, 735 ms without)
+            options.add_session_config_entry("session.force_spinning_stop", "1")
             for name, value in self._shared.items():
                 options.add_initializer(name, value)
             try:

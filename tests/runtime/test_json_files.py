@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import read_json, write_bytes, write_json
 

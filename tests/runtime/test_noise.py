@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.noise import MAX_SEED, check_seed, philox_4x32, uniform_noise
 

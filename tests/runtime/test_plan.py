@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.plan import Backbone, Plan, Restore, Score, dense_plan, load_plan, save_plan
 

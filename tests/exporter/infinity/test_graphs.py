@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from conftest import GUIDANCE, SCHEDULE, pruning_plan
 from helpers import differing_bits, generate_in_torch, open_pipeline
+
 from toprovar.exporter.bundle_writer import export_bundle
 from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.runtime.plan import Restore, Score
