@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from toprovar.exporter.weights_file import WeightsLayout
 
 PLAN_FILE = "plan.json"
+GRAPHS_FILE = "graphs.json"
 VOCABULARY_FILE = "vocabulary.json"
 WEIGHTS_FILE = "weights.safetensors"
 
@@ -260,6 +261,43 @@ def _write(
     return manifest
 
 
+def export_graphs(
+    graphs: BundleGraphs,
+    out: Path,
+    overwrite: bool = True,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> dict[str, Any]:
+    """Writes the graphs alone, with `graphs.json`: signatures, and where each weight would lie in the weights file.
+
+    For shape and build checks of models whose weights are not at hand; no bundle, since nothing can run it.
+    """
+    with _replacing(out, overwrite, GRAPHS_FILE) as folder:
+        builders: dict[str, Callable[[], GraphBuilder | None]] = {
+            "prompt.onnx": graphs.prompt,
+            "decoder.onnx": graphs.decoder,
+            "text_encoder.onnx": graphs.text_encoder,
+        }
+        for steps in graphs.variants().values():
+            for file, plan, scale in steps:
+                builders[file] = lambda p=plan, k=scale: graphs.step(p, k)  # type: ignore[misc]
+        signatures = {}
+        for done, (file, build) in enumerate(builders.items()):
+            builder = build()
+            if builder is not None:
+                builder.save(folder / file)
+                graph = Graph(file=file, inputs=builder.signature("inputs"), outputs=builder.signature("outputs"))
+                signatures[file] = graph.model_dump(mode="json")
+            on_progress(file, done + 1, len(builders))
+        weights = {
+            name: {"dtype": spec.dtype, "shape": list(spec.shape), "offset": graphs.layout.offsets[name]}
+            for name, spec in graphs.layout.specs.items()
+        }
+        facts = {"schema_version": 1, "tool_version": VERSION, "graphs": signatures, "weights": weights}
+        write_json(folder / GRAPHS_FILE, facts)
+        graph_bytes = sum(path.stat().st_size for path in folder.glob("*.onnx"))
+    return {"out": str(out), "graphs": len(signatures), "graph_bytes": graph_bytes}
+
+
 def bill(graphs: BundleGraphs) -> Bill:
     """Builds every graph in memory and counts, without weights or files."""
     import onnx_ir as ir
@@ -282,13 +320,13 @@ def bill(graphs: BundleGraphs) -> Bill:
 
 
 @contextmanager
-def _replacing(out: Path, overwrite: bool) -> Iterator[Path]:
+def _replacing(out: Path, overwrite: bool, marker: str = MANIFEST_FILE) -> Iterator[Path]:
     """A temporary folder beside `out` that takes its place when the block ends well."""
     if out.exists():
         if not out.is_dir():
             raise ToprovarError(f"{out} is a file; expected a folder to write the bundle into", "choose another --out")
         holds = [path.name for path in out.iterdir()]
-        if holds and MANIFEST_FILE not in holds:
+        if holds and marker not in holds:
             raise ToprovarError(
                 f"{out} is not empty and no bundle (it holds {holds[0]}); it is left alone", "choose another --out"
             )

@@ -219,7 +219,7 @@ class _Run:
             raise ToprovarError(f"codes of scale {scale} are not finite", "check the weights with: toprovar inspect")
         for layer, count in enumerate(step.counts):
             self.filled[layer] += count
-        self.bits.append(outputs["bits"][:, 0])
+        self.bits.append(outputs["bits"][:, 0].astype(np.uint8))
         record = StepRecord(scale, self.schedule[scale], step.counts, 0.0)
         for name, array in outputs.items():
             if name.startswith("residual_"):

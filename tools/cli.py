@@ -188,6 +188,9 @@ def export(
     tau: Tau = None,
     overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace an older bundle.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be built, and build nothing.")] = False,
+    graphs_only: Annotated[
+        bool, typer.Option("--graphs-only", help="Write graphs without weights; also takes infinity-2b, infinity-8b.")
+    ] = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -198,7 +201,7 @@ def export(
 
         request = ExportRequest(
             model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value, text_tokens=text_tokens,
-            aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run,
+            aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
         )  # fmt: skip
         facts = run_export(request, quiet=json)
         if json:

@@ -215,6 +215,20 @@ def _write_pictures(out: Path, bundle: Bundle, drawn: list[Drawn]) -> None:
                 "software": f"toprovar {VERSION}",
             }
             write_png(out / "images" / f"{i:02d}_{variant}.png", _pictures(result), facts)
+    facts = {"bundle_sha256": bundle.digest, "prompts": " | ".join(prompt for prompt, *_ in drawn)}
+    write_png(out / "images" / "overview.png", overview(drawn), facts)
+
+
+def overview(drawn: list[Drawn], columns: int = 4, gap: int = 8) -> np.ndarray:
+    """Contact sheet: per prompt the dense picture above the planned one. Returns: [H, W, 3] uint8 on white."""
+    height, width = _pictures(drawn[0][2]).shape[:2]
+    rows = -(-len(drawn) // columns)
+    sheet = np.full((rows * (2 * height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
+    for i, (_, _, dense, planned) in enumerate(drawn):
+        top, left = i // columns * (2 * height + gap), i % columns * (width + gap)
+        for j, result in enumerate((dense, planned)):
+            sheet[top + j * height : top + (j + 1) * height, left : left + width] = _pictures(result)
+    return sheet
 
 
 def _report(

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle
+from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, export_graphs
 from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.model import load_model, published_without_weights
 from toprovar.runtime.bundle import open_bundle
@@ -34,13 +34,15 @@ class ExportRequest:
     tau: str | None = None
     overwrite: bool = True
     dry_run: bool = False
+    graphs_only: bool = False
 
 
 def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
     """Exports, or counts with `dry_run`. Returns: what was, or would be, built."""
     started = time.perf_counter()
     plan = load_plan(request.plan) if request.plan else None
-    if request.dry_run and request.model.startswith("infinity-") and not Path(request.model).exists():
+    needs_weights = not (request.dry_run or request.graphs_only)
+    if not needs_weights and request.model.startswith("infinity-") and not Path(request.model).exists():
         model = published_without_weights(request.model)
     else:
         model = load_model(request.model, request.tokenizer)
@@ -57,10 +59,21 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
         mixes_logits=guidance.mixes_logits,
         mixed_layers=guidance.mixed_layers(model.config.depth),
     )
-    if request.dry_run:
-        facts = asdict(bill(BundleGraphs(model, plan or dense_plan(model.backbone, schedule), options)))
-        if not quiet:
-            _print_bill(request.model, facts)
+    if not needs_weights:
+        graphs = BundleGraphs(model, plan or dense_plan(model.backbone, schedule), options)
+        if request.dry_run:
+            facts = asdict(bill(graphs))
+            if not quiet:
+                _print_bill(request.model, facts)
+            return facts
+        with console.progress("export") as advance:
+            facts = export_graphs(
+                graphs, request.out, request.overwrite, lambda what, done, total: advance(done, total)
+            )
+        console.say(
+            f"wrote {facts['graphs']} graphs ({facts['graph_bytes'] / 1e6:.1f} MB) and graphs.json to {request.out} "
+            f"in {time.perf_counter() - started:.1f}s; there are no weights beside them"
+        )
         return facts
     with console.progress("export") as advance:
         manifest = export_bundle(

@@ -20,6 +20,7 @@ from toprovar.runtime.plan import Plan
 
 Noise = Callable[[int, int], Tensor]
 Observer = Callable[[str, int, Tensor], None]
+Rank = Callable[[Tensor, int], Tensor]
 
 
 @dataclass
@@ -83,6 +84,7 @@ def generate(
     observe: Observer | None = None,
     on_scale: Callable[[int, Tensor], None] | None = None,
     gate_whole_layers: bool = False,
+    rank: Rank = lowest_scores,
 ) -> Generation:
     """Draws the codes of a batch of prompts.
 
@@ -94,6 +96,8 @@ def generate(
     observe:           called with (name, scale, tensor) for intermediate values, names as in the parity files
     on_scale:          called with (scale, accumulated codes) after every scale
     gate_whole_layers: also sends layers that keep every token through gather and scatter (a test of that path)
+    rank:              (score [N] of the plan's source, count) -> [count] int64 positions that run, ascending; graphs
+                       know only `lowest_scores`, another rule is for evaluation
     """
     watch = observe or (lambda name, scale, tensor: None)
     config = model.config
@@ -133,7 +137,7 @@ def generate(
                 pass
             elif gated:
                 score = run.entropy[scale, sources[layer]][0]
-                kept = lowest_scores(score, keep[layer])
+                kept = rank(score, keep[layer])
                 run.kept[scale, layer] = kept
                 out = block(
                     before[:, kept], prompt, prompt.cross[layer], cos[kept], sin[kept], cache.k[layer], cache.v[layer]

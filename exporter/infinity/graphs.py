@@ -21,7 +21,7 @@ from toprovar.exporter.schedules import Schedule
 from toprovar.exporter.weights_file import WeightsLayout
 from toprovar.runtime.plan import Plan
 
-FLOAT, UINT8, INT32 = ir.DataType.FLOAT.value, ir.DataType.UINT8.value, ir.DataType.INT32.value
+INT32 = ir.DataType.INT32.value
 DTYPE_NAME = {ir.DataType.FLOAT: "F32", ir.DataType.FLOAT16: "F16", ir.DataType.BFLOAT16: "BF16"}
 
 
@@ -91,7 +91,7 @@ class _Step:
         self._watch("blockN", x, (L, R, C))
         logits = self._logits(x, head_modulation, tau)
         drawn = self._draw(logits, noise, limit)  # [L, B, bits] bool
-        g.output(g.Cast(drawn, to=UINT8), "bits", (L, B, bits), "U8")
+        g.output(g.Cast(drawn, to=INT32), "bits", (L, B, bits), "I32")  # TensorRT knows no uint8 here
         code = self._latent(drawn)
         summed = code if self.scale == 0 else g.Add(self.codes, code)
         g.output(summed, "codes_next", (B, config.code_channels, *self.full))
@@ -295,7 +295,7 @@ def step_graph(
     Inputs:  codes [B, d, H, W] (pooled_text [R, C] at scale 0), modulation [6, R, C], head_modulation [2, R, C],
              text_mask [R, 1, 1, T], cross_k_## [R, H, D, T], cross_v_## [R, H, T, D], noise [L, B, bits] in [0, 1),
              cfg, tau, bit_limit [1], k_past_##, v_past_## [S, R, H, D], residual_## [N_ref, R, C] where restored
-    Outputs: bits [L, B, bits] uint8, codes_next [B, d, H, W], k_new_##, v_new_## [n, R, H, D],
+    Outputs: bits [L, B, bits] int32, codes_next [B, d, H, W], k_new_##, v_new_## [n, R, H, D],
              entropy_## [L], kept_##_n [n] int32, residual_## [L, R, C] at the reference scale
     """
     return _Step(config, plan, scale, layout, options).build()

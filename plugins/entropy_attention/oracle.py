@@ -2,7 +2,7 @@
 
 Any fused attention that returns its log-sum-exp gives the entropy exactly when it is run a second time with V := K:
 the second output is the mean key O_K under the attention weights, and H = LSE - scale * q . O_K.
-Source: ToProVAR (attention entropy, eq. 2); the identity is derived in docs/methods.md.
+Source: ToProVAR (attention entropy, eq. 2); the identity is derived in docs/calibration.md.
 """
 
 from __future__ import annotations
