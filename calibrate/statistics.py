@@ -8,6 +8,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +32,12 @@ if TYPE_CHECKING:
 
 STATS_SCHEMA_VERSION = 1
 REPRESENTATIVE_SCALE = 5  # s = 6 counted from 1, where ToProVAR reads the layer score (methods.md 2.4)
+MAX_PROMPTS_BYTES = 64 * 2**20
 SHOWN_PROMPTS = 4  # prompts whose entropy maps and pictures are kept for the report
+# what reading a damaged .npz file raises
+DAMAGE = (
+    OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, MemoryError,
+)  # fmt: skip
 FIELDS = ("rho", "mean_entropy", "singular_ratio", "truncated_ssim")
 
 
@@ -77,7 +85,14 @@ def read_prompts(path: Path) -> list[str]:
     Raises: ToprovarError if the file is missing, not UTF-8, holds NUL or no prompt.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with open(path, "rb") as file:
+            raw = file.read(MAX_PROMPTS_BYTES + 1)
+        if len(raw) > MAX_PROMPTS_BYTES:
+            raise ToprovarError(
+                f"prompt file {path} has more than {MAX_PROMPTS_BYTES} bytes",
+                "give a text file with one prompt per line",
+            )
+        text = raw.decode("utf-8-sig")
     except FileNotFoundError:
         raise ToprovarError(f"prompt file {path} does not exist", "give a text file with one prompt per line") from None
     except IsADirectoryError:
@@ -88,7 +103,8 @@ def read_prompts(path: Path) -> list[str]:
         raise ToprovarError(f"prompt file {path} cannot be read: {error.strerror}") from None
     if "\0" in text:
         raise ToprovarError(f"prompt file {path} holds NUL characters; expected plain text")
-    prompts = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    lines = [line.strip() for line in text.splitlines()]
+    prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
         raise ToprovarError(f"prompt file {path} holds no prompt", "write one prompt per line")
     return prompts
@@ -165,8 +181,8 @@ def collect_statistics(
     """
     key = _key(model, schedule, guidance)
     results = []
-    for i, prompt in enumerate(prompts):
-        path = folder / f"prompt_{i:04d}.npz"
+    paths = [folder / f"prompt_{i:04d}.npz" for i in range(len(prompts))]
+    for i, (prompt, path) in enumerate(zip(prompts, paths, strict=True)):
         identity = hashlib.sha256(json.dumps([key, prompt, seed + i]).encode()).hexdigest()
         found = _read_prompt_file(path, identity)
         if found is None:
@@ -176,9 +192,8 @@ def collect_statistics(
             write_bytes(path, buffer.getvalue())
         results.append(found)
         on_progress(i + 1, len(prompts))
-    for stale in sorted(folder.glob("prompt_*.npz"))[len(prompts) :]:
-        stale.unlink()
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("prompt_*.npz"))}
+    # files of prompts beyond these stay, for a run with more of them; the index names those in use
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     facts = {
         "schema_version": STATS_SCHEMA_VERSION,
         "model": key,
@@ -213,10 +228,6 @@ def _read_prompt_file(path: Path, identity: str) -> dict[str, np.ndarray] | None
     try:
         with np.load(path, allow_pickle=False) as stored:
             found = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, KeyError, EOFError):
-        return None
-    except Exception as error:  # zipfile.BadZipFile and zlib.error share no narrower base
-        if type(error).__module__ not in ("zipfile", "zlib"):
-            raise
+    except DAMAGE:
         return None
     return found if found.pop("identity", np.empty(0, np.uint8)).tobytes().hex() == identity else None

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.runtime.bundle import sha256_of
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
-from toprovar.runtime.json_files import write_json
+from toprovar.runtime.json_files import check_folder, read_json, write_json
 from toprovar.runtime.manifest import (
     MANIFEST_FILE,
     FileFacts,
@@ -57,6 +57,25 @@ class Bill:
     scales: list[dict[str, int]]
 
 
+def _check_tables(model: Model, plan: Plan, options: StepOptions) -> None:
+    """Graphs take rows of learned tables by position: a table with fewer rows is an error, not the next tensor's bytes.
+
+    Raises: ToprovarError naming both numbers.
+    """
+    if plan.scales > model.config.levels:
+        raise ToprovarError(
+            f"the schedule has {plan.scales} scales; the checkpoint has level embeddings for {model.config.levels}",
+            "choose a smaller --budget",
+        )
+    if model.text_encoder is not None:
+        positions = model.text_encoder.position_table.num_embeddings
+        if options.text_tokens > positions:
+            raise ToprovarError(
+                f"{options.text_tokens} text tokens asked for; the text encoder has positions for {positions}",
+                f"pass --text-tokens {positions}, or fewer",
+            )
+
+
 class BundleGraphs:
     """All graphs of a bundle, built one at a time from a layout; needs no weights, so it also serves dry runs."""
 
@@ -64,6 +83,7 @@ class BundleGraphs:
         from toprovar.exporter.infinity.weights import compute_dtype_of
         from toprovar.exporter.weights_file import WeightSpec, layout_weights
 
+        _check_tables(model, plan, options)
         self.model, self.plan, self.options = model, plan, options
         self.dense = dense_plan(plan.backbone, plan.schedule)
         self.thunks = model.exported_weights(plan.schedule)
@@ -84,6 +104,11 @@ class BundleGraphs:
         if not torch.isfinite(tensor).all():
             raise ToprovarError(f"weight {name} holds non-finite values", "check the checkpoint with: toprovar inspect")
         tensor = tensor.to(dtype)
+        if not torch.isfinite(tensor).all():
+            raise ToprovarError(
+                f"weight {name} does not fit into {self.dtypes[name]}: it holds values beyond its range",
+                "export with --dtype bf16 or fp32",
+            )
         return (tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor).numpy()
 
     def prompt(self) -> GraphBuilder:
@@ -227,6 +252,7 @@ def _write(
         code_shape=graphs.code_shape,
         compute=options.compute,  # type: ignore[arg-type]
         rows=options.rows,  # type: ignore[arg-type]
+        images=options.images,
         guidance=guidance,
         text=Text(
             tokens=options.text_tokens,
@@ -319,38 +345,100 @@ def bill(graphs: BundleGraphs) -> Bill:
     return Bill(len(sizes), graphs.layout.size_bytes, sum(sizes), cache_bytes, scales)
 
 
-@contextmanager
-def _replacing(out: Path, overwrite: bool, marker: str = MANIFEST_FILE) -> Iterator[Path]:
-    """A temporary folder beside `out` that takes its place when the block ends well."""
-    if out.exists():
-        if not out.is_dir():
-            raise ToprovarError(f"{out} is a file; expected a folder to write the bundle into", "choose another --out")
-        holds = [path.name for path in out.iterdir()]
-        if holds and marker not in holds:
+def check_out(out: Path, overwrite: bool = True, marker: str = MANIFEST_FILE) -> Path:
+    """Whether a bundle may be written to `out`: it is new, empty, or holds a bundle and nothing else.
+
+    marker:  the file that tells what the folder holds
+    Returns: the folder itself, symbolic links followed.
+    Raises:  ToprovarError with the first file that would be lost, or why the place cannot be written.
+    """
+    try:
+        place = out.resolve()
+    except (OSError, RuntimeError):  # a link to itself
+        raise ToprovarError(
+            f"{out} cannot be resolved: its symbolic links form a loop", "choose another --out"
+        ) from None
+    here = Path.cwd()
+    if place == here or place in here.parents:
+        raise ToprovarError(f"{out} is the current folder, or above it; a bundle replaces its folder", "name a new one")
+    check_folder(place)
+    if not place.exists():
+        return place
+    holds = sorted(path.name for path in place.iterdir())
+    if holds:
+        own = _files_of(place, marker)
+        if own is None:
             raise ToprovarError(
                 f"{out} is not empty and no bundle (it holds {holds[0]}); it is left alone", "choose another --out"
             )
-        if holds and not overwrite:
+        if foreign := [name for name in holds if name not in own]:
+            raise ToprovarError(
+                f"{out} holds {foreign[0]}, which is no part of the bundle there; it is left alone",
+                "move it away, or choose another --out",
+            )
+        if not overwrite:
             raise ToprovarError(f"{out} already holds a bundle", "choose another --out, or pass --overwrite")
+    return place
+
+
+def _files_of(folder: Path, marker: str) -> set[str] | None:
+    """Names of the files that a former export wrote into a folder; None if none did."""
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        os.chmod(folder, 0o755)
+        facts = read_json(folder / marker)
+    except ToprovarError:
+        return None
+    key = "files" if marker == MANIFEST_FILE else "graphs"
+    is_ours = isinstance(facts, dict) and {"schema_version", "tool_version", key} <= facts.keys()
+    return {marker, *facts[key]} if is_ours and isinstance(facts[key], dict) else None
+
+
+@contextmanager
+def _replacing(out: Path, overwrite: bool, marker: str = MANIFEST_FILE) -> Iterator[Path]:
+    """A temporary folder beside `out` that takes its place when the block ends well."""
+    place = check_out(out, overwrite, marker)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{place.name[:64]}.", dir=place.parent))
     except OSError as error:
         raise ToprovarError(f"{out} cannot be written: {error.strerror}", "choose another --out") from None
     try:
-        try:
-            yield folder
-        except OSError as error:
-            raise ToprovarError(
-                f"writing the bundle to {out} failed: {error.strerror}", "free some space, or choose another --out"
-            ) from None
-        if out.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-            os.replace(out, retired / out.name)
-            os.replace(folder, out)
-            shutil.rmtree(retired)
-        else:
-            os.replace(folder, out)
+        os.chmod(folder, 0o755)
+        yield folder
+        _take_place(folder, place)
+    except OSError as error:
+        raise ToprovarError(
+            f"writing the bundle to {out} failed: {error.strerror or error}", "free some space, or choose another --out"
+        ) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _take_place(folder: Path, place: Path) -> None:
+    """Renames a finished folder to its final name; an older one there is moved away first and then removed.
+
+    Another export may do the same at the same time: each then meets the other's whole bundle, and the last one stays.
+    """
+    while True:
+        try:
+            os.replace(folder, place)  # nothing there, or an empty folder
+            return
+        except OSError:
+            if not place.is_dir() and place.exists():
+                raise
+            if not folder.exists():
+                raise
+        retired = Path(tempfile.mkdtemp(prefix=f".{place.name[:64]}.old.", dir=place.parent))
+        try:
+            with suppress(FileNotFoundError):  # moved away by another export
+                os.replace(place, retired / "bundle")
+            try:
+                os.replace(folder, place)
+                return
+            except BaseException as fault:
+                if isinstance(fault, OSError) and place.is_dir():
+                    continue  # another export was quicker; its bundle is retired next
+                if (retired / "bundle").exists() and not place.exists():
+                    os.replace(retired / "bundle", place)
+                raise
+        finally:
+            shutil.rmtree(retired, ignore_errors=True)

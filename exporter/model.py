@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from toprovar.exporter.checkpoints import Checkpoint, check_finite, open_checkpoint
 from toprovar.exporter.families import Family, canonical_tokenizer_names, expect_shapes, recognise_family
@@ -22,6 +22,7 @@ from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.guidance import Guidance, per_scale
 from toprovar.runtime.json_files import read_json
 from toprovar.runtime.plan import Backbone, model_from_json
+from toprovar.runtime.word_tokenizer import tokenizer_from_document
 
 if TYPE_CHECKING:
     from toprovar.exporter.demo.text_encoder import WordTextEncoder
@@ -43,12 +44,12 @@ class ModelFile(BaseModel):
     tokenizer: str | None = None
     text_encoder: str | None = None
     vocabulary: str | None = None
-    aspect: float = 1.0
+    aspect: Annotated[float, Field(gt=0, le=100)] = 1.0
     budget: str = "1M"
-    cfg: tuple[float, ...] = (3.0,)
-    tau: tuple[float, ...] = (0.5,)
-    top_p: float = 0.97
-    text_tokens: int = 128
+    cfg: Annotated[tuple[Annotated[float, Field(ge=0, le=1000)], ...], Field(min_length=1)] = (3.0,)
+    tau: Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], Field(min_length=1)] = (0.5,)
+    top_p: Annotated[float, Field(ge=0, le=1)] = 0.97
+    text_tokens: Annotated[int, Field(ge=1, le=512)] = 128
 
 
 @dataclass
@@ -190,6 +191,11 @@ def load_model(model: str, tokenizer: str | None = None, settings: ModelFile | N
         facts = replace_files(facts, base)
     else:
         name, folder, facts = named
+        if tokenizer is not None:
+            raise ToprovarError(
+                f"model {model} brings its own tokenizer ({facts.tokenizer}); --tokenizer {tokenizer} cannot be used",
+                "leave --tokenizer out, or name the transformer's checkpoint itself",
+            )
     return _load(name, folder, facts)
 
 
@@ -210,14 +216,43 @@ def _load(name: str, folder: Path, facts: ModelFile) -> Model:
         transformer.config = config
         digest.update(files.digest().encode())
     encoder, vocabulary = None, None
+    if bool(facts.text_encoder) != bool(facts.vocabulary):
+        raise ToprovarError(
+            f"model {name} has text_encoder {facts.text_encoder} and vocabulary {facts.vocabulary}; expected both",
+            f"name both in its {MODEL_FILE}, or neither",
+        )
     if facts.text_encoder and facts.vocabulary:
         from toprovar.exporter.demo.text_encoder import text_encoder_from_weights
 
         files = _expect(folder / facts.text_encoder, Family.WORD_TEXT_ENCODER)
         encoder = text_encoder_from_weights(dict(files.tensors)).requires_grad_(False)
         vocabulary = read_json(folder / facts.vocabulary)
+        _check_text_encoder(encoder, vocabulary, config, folder / facts.text_encoder, folder / facts.vocabulary)
+        if facts.text_tokens > encoder.position_table.num_embeddings:
+            raise ToprovarError(
+                f"model {name} has text_tokens {facts.text_tokens}; its text encoder has positions for "
+                f"{encoder.position_table.num_embeddings}",
+                f"lower text_tokens in its {MODEL_FILE}",
+            )
         digest.update(files.digest().encode())
     return Model(name, config, transformer, tokenizer, encoder, vocabulary, facts, digest.hexdigest())
+
+
+def _check_text_encoder(
+    encoder: WordTextEncoder, vocabulary: Any, config: InfinityConfig, file: Path, vocabulary_file: Path
+) -> None:
+    words = tokenizer_from_document(vocabulary, str(vocabulary_file)).size
+    rows, width = encoder.word_table.weight.shape
+    if words != rows:
+        raise ToprovarError(
+            f"{vocabulary_file} has {words} words; the word table of {file} has {rows} rows",
+            "take both files from the same training run",
+        )
+    if width != config.text_width:
+        raise ToprovarError(
+            f"{file} makes rows of width {width}; the transformer reads rows of width {config.text_width}",
+            "take the text encoder that was trained with this transformer",
+        )
 
 
 def _expect(path: Path, family: Family) -> Checkpoint:

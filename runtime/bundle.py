@@ -13,6 +13,7 @@ from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import read_json
 from toprovar.runtime.manifest import MANIFEST_FILE, Manifest
 from toprovar.runtime.plan import Plan, load_plan, model_from_json
+from toprovar.runtime.signatures import check_signatures
 
 
 def sha256_of(path: Path) -> str:
@@ -35,18 +36,30 @@ class Bundle:
         return self.folder / name
 
     def plan(self) -> Plan | None:
-        return load_plan(self.path(self.manifest.plan_file)) if self.manifest.plan_file else None
+        """The plan of the planned variant. Raises: ToprovarError if it is damaged or of another model."""
+        if self.manifest.plan_file is None:
+            return None
+        plan = load_plan(self.path(self.manifest.plan_file))
+        plan.check_backbone(self.manifest.model, self.manifest.schedule)
+        return plan
 
     def weights(self) -> dict[str, np.ndarray]:
         """All tensors of the weights file, by name."""
+        path = self.path(self.manifest.weights_file)
         try:
-            with safe_open(self.path(self.manifest.weights_file), framework="numpy") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            with safe_open(path, framework="numpy") as file:
+                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
+            raise ToprovarError(f"{path} is not readable as safetensors: {error}", "export the bundle again") from None
+        text = self.manifest.text
+        table = weights.get(text.unconditional)
+        if table is None or table.ndim != 2 or table.shape[1] != text.width:
+            found = "missing" if table is None else f"{table.dtype}{list(table.shape)}"
             raise ToprovarError(
-                f"{self.path(self.manifest.weights_file)} is not readable as safetensors: {error}",
+                f"{path}: tensor {text.unconditional} is {found}; expected [rows, {text.width}]",
                 "export the bundle again",
-            ) from None
+            )
+        return weights
 
     @property
     def size_bytes(self) -> int:
@@ -71,6 +84,10 @@ def open_bundle(folder: Path, verify: bool = True) -> Bundle:
             f"{folder} is no bundle: it holds no {MANIFEST_FILE}", "make one:  toprovar-export demo -o out/bundle"
         )
     manifest = model_from_json(Manifest, read_json(path), str(path))
+    try:
+        check_signatures(manifest)
+    except ToprovarError as error:
+        raise ToprovarError(f"{path}: {error.message}", error.hint) from None
     for name, facts in manifest.files.items():
         file = folder / name
         if not file.is_file():

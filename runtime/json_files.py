@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -10,6 +11,7 @@ from typing import Any
 
 from toprovar.runtime.errors import ToprovarError
 
+MAX_NAME_BYTES = 255  # of one part of a path, on every file system that matters
 MAX_JSON_BYTES = 64 * 2**20
 
 
@@ -73,6 +75,31 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     return parse_json(text, str(path))
 
 
+def check_folder(folder: Path) -> None:
+    """Refuses, before long work, a folder that files could not be written into later. Makes nothing.
+
+    Raises: ToprovarError if the folder, or the nearest one above it that exists, is a file or takes no files.
+    """
+    hint = "choose another place with --out, or mend its permissions"
+    place = folder.absolute()
+    try:
+        while not os.path.lexists(place):
+            if place.parent == place:
+                break
+            place = place.parent
+        if not place.is_dir():
+            kind = "a file" if place.exists() else "a symbolic link to nothing"
+            raise ToprovarError(f"{folder} cannot be a folder: {place} is {kind}", hint)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+        for part in folder.absolute().relative_to(place).parts:
+            if len(os.fsencode(part)) > MAX_NAME_BYTES:
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    except OSError as error:
+        shown = str(folder) if len(str(folder)) <= MAX_NAME_BYTES else f"{str(folder)[:MAX_NAME_BYTES]}…"
+        raise ToprovarError(f"{shown} cannot be written: {error.strerror}", hint) from None
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes under a temporary name and renames: the file is complete or absent.
 
@@ -81,7 +108,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:64]}.", dir=path.parent)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
         umask = os.umask(0)

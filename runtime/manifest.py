@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from toprovar.runtime.guidance import Guidance
-from toprovar.runtime.plan import Backbone
+from toprovar.runtime.plan import Backbone, Side
 
 MANIFEST_FILE = "manifest.json"
 MAX_TENSOR_BYTES = 2**40
@@ -100,11 +100,12 @@ class Manifest(_Part):
     schema_version: Literal[1] = 1
     tool_version: str
     model: Backbone
-    schedule: tuple[tuple[int, int], ...]
-    code_shape: tuple[int, int, int]
+    schedule: tuple[tuple[Side, Side], ...]
+    code_shape: tuple[Side, Side, Side]
     target: Literal["onnxruntime"] = "onnxruntime"
     compute: Literal["fp32", "fp16", "bf16"]
     rows: Literal[1, 2]
+    images: Annotated[int, Field(ge=1, le=4096)] = 1
     guidance: Guidance
     text: Text
     prompt: Graph
@@ -140,8 +141,8 @@ class Manifest(_Part):
         missing = sorted(named - self.files.keys())
         if missing:
             raise ValueError(f"file {missing[0]} is used but has no entry under files")
-        if not self.variants:
-            raise ValueError("a bundle needs at least one variant")
+        if "dense" not in self.variants:
+            raise ValueError("a bundle needs the variant dense")
         for name, steps in self.variants.items():
             if [step.scale for step in steps] != list(range(len(steps))) or not 0 < len(steps) <= len(self.schedule):
                 raise ValueError(f"variant {name} does not run scales 0, 1, 2, … of the schedule")

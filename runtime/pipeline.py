@@ -120,6 +120,16 @@ class Pipeline:
         manifest = self.manifest
         guidance = guidance or manifest.guidance
         steps = self.steps(variant)
+        if guidance.mixes_logits != manifest.guidance.mixes_logits or len(guidance.cfg) < len(steps):
+            raise ValueError("guidance does not fit the bundle: another number of scales, or other layers are mixed")
+        if manifest.rows == 1 and guidance.uses_unconditional_row:
+            raise ToprovarError(
+                f"bundle {self.bundle.folder} was exported without guidance; cfg {list(guidance.cfg)} cannot be used",
+                "export it again with --cfg, or leave the value at 1",
+            )
+        started = time.perf_counter()
+        self.prepare(variant)  # holds every graph against the manifest before buffers are made
+        load_ms = (time.perf_counter() - started) * 1e3
         started = time.perf_counter()
         encoded, rows, valid = self._text.rows(prompt, negative, text_rows, negative_rows)
         text_ms = (time.perf_counter() - started) * 1e3
@@ -138,6 +148,7 @@ class Pipeline:
         begin = time.perf_counter()
         image = self.decode(run.codes[0]) if manifest.decoder else None
         latency = {
+            "load": load_ms,
             "text": text_ms,
             "prompt": prompt_ms,
             "steps": sum(record.latency_ms for record in records),

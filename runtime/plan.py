@@ -18,6 +18,7 @@ PLAN_SCHEMA_VERSION = 1
 COUNT_GRID = 64  # the query tile of fused attention and GEMM kernels
 MIN_PRUNED_TOKENS = 256  # smaller maps are whole or skipped
 
+Side = Annotated[int, Field(ge=1, le=2**20)]
 Index = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 
@@ -90,9 +91,7 @@ class Plan(_Part):
     schema_version: Literal[1] = 1
     tool_version: str = ""
     backbone: Backbone
-    schedule: Annotated[
-        tuple[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]], ...], Field(min_length=1)
-    ]
+    schedule: Annotated[tuple[tuple[Side, Side], ...], Field(min_length=1, max_length=64)]
     method: str
     preset: str = ""
     seed_rule: Literal["counter"] = "counter"
@@ -170,8 +169,13 @@ class Plan(_Part):
         self._check_skips()
         for scale, counts in self.keep.items():
             self._check_counts(scale, counts)
+        self._check_sources()
         if not self.run_scales:
             raise ToprovarError("plan skips every scale", "leave at least scale 0 in")
+        if not self.token_layer_equivalents:
+            raise ToprovarError("plan keeps no token in any layer", "leave at least one layer of one scale in")
+        if self.method == "dense" and (self.skip_scales or any(self.is_pruned(k) for k in self.run_scales)):
+            raise ToprovarError("plan of method dense prunes or skips", "name the method that the plan comes from")
         self._check_restore()
 
     def _check_skips(self) -> None:
@@ -181,6 +185,15 @@ class Plan(_Part):
                 f"plan.skip_scales is {list(self.skip_scales)}; expected the last scales in order, {list(expected)}",
                 "only a suffix of the schedule can be skipped",
             )
+
+    def _check_sources(self) -> None:
+        for scale, sources in self.score.source_layer.items():
+            for layer, source in sources.items():
+                if scale >= self.scales or layer >= self.backbone.layers or source >= layer:
+                    raise ToprovarError(
+                        f"plan.score.source_layer names layer {source} for layer {layer} at scale {scale}; expected a "
+                        f"scale below {self.scales}, a layer below {self.backbone.layers}, and a source before it"
+                    )
 
     def _check_counts(self, scale: int, counts: tuple[int, ...]) -> None:
         if scale >= self.scales:
@@ -260,6 +273,10 @@ def model_from_json(kind: type[Model], value: Any, what: str) -> Model:
     Raises: ToprovarError.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
+    if isinstance(value, dict) and "schema_version" not in value:
+        raise ToprovarError(
+            f"{what} has no schema_version; expected {PLAN_SCHEMA_VERSION}", "check that it is the right file"
+        )
     if isinstance(version, int) and version != PLAN_SCHEMA_VERSION:
         raise ToprovarError(
             f"{what} has schema version {version}; this toprovar reads version {PLAN_SCHEMA_VERSION}",

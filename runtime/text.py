@@ -11,7 +11,7 @@ import numpy as np
 from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import read_json
-from toprovar.runtime.word_tokenizer import WordTokenizer
+from toprovar.runtime.word_tokenizer import WordTokenizer, tokenizer_from_document
 
 if TYPE_CHECKING:
     from toprovar.runtime.pipeline import Backend
@@ -39,11 +39,7 @@ class TextEncoder:
         self._tokenizer: WordTokenizer | None = None
         if self._encoder:
             path = bundle.path(self._encoder.vocabulary)
-            document = read_json(path)
-            words = document.get("words") if isinstance(document, dict) else None
-            if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-                raise ToprovarError(f"{path} is no list of words", "export the bundle again")
-            self._tokenizer = WordTokenizer(words)
+            self._tokenizer = tokenizer_from_document(read_json(path), str(path))
 
     def prepare(self) -> None:
         if self._encoder:

@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from toprovar.runtime.errors import ToprovarError
 
@@ -92,6 +93,25 @@ class WordTokenizer:
         words = list(words_of(prompt))
         kept = words[: max_tokens - 1]
         return TokenIds([*(self.id_of(word) for word in kept), END_ID], len(kept), len(words))
+
+
+def tokenizer_from_document(document: Any, what: str) -> WordTokenizer:
+    """The tokenizer of a parsed vocabulary.json.
+
+    what:   how messages name the file
+    Raises: ToprovarError if it is no vocabulary of this version.
+    """
+    hint = "restore the vocabulary.json that belongs to the text encoder"
+    if not isinstance(document, dict) or document.get("schema_version") != 1:
+        found = document.get("schema_version") if isinstance(document, dict) else type(document).__name__
+        raise ToprovarError(f"{what} is no vocabulary: found schema_version {found}, expected 1", hint)
+    words = document.get("words")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ToprovarError(f"{what} holds no list of words under the key words", hint)
+    try:
+        return WordTokenizer(words)
+    except ToprovarError as error:
+        raise ToprovarError(f"{what}: {error.message}", error.hint) from None
 
 
 def vocabulary_from_texts(texts: Sequence[str]) -> list[str]:

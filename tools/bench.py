@@ -13,6 +13,7 @@ from rich.table import Table
 
 from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import open_bundle
+from toprovar.runtime.noise import check_seed
 from toprovar.runtime.pipeline import Pipeline
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
@@ -20,6 +21,7 @@ from toprovar.tools import console
 
 def run_bench(folder: Path, prompt: str, runs: int, seed: int, threads: int = 0) -> dict[str, Any]:
     """Medians per variant. The clock covers the step graphs, sampling included; text, prompt and decoder apart."""
+    check_seed(seed)
     bundle = open_bundle(folder)
     backend = OnnxRuntimeBackend(bundle, threads)
     pipeline = Pipeline(bundle, backend)
@@ -81,4 +83,5 @@ def print_bench(facts: dict[str, Any]) -> None:
     console.out.print(table)
     if "wall_speedup" in facts:
         wall, work = facts["wall_speedup"], facts["tle_speedup"]
-        console.out.print(f"planned: {wall:.2f} times as fast over the steps, TLE {work:.2f} times less")
+        less = "" if work is None else f", TLE {work:.2f} times less"
+        console.out.print(f"planned: {wall:.2f} times as fast over the steps{less}")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from toprovar.calibrate.fitting import fit_plan
+from toprovar.calibrate.methods import METHODS
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.methods.toprovar import fit_depth
 from toprovar.calibrate.report import write_report
 from toprovar.calibrate.statistics import Statistics, collect_statistics, read_prompts
 from toprovar.exporter.model import Model, load_model
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.noise import check_seed
+from toprovar.runtime.json_files import check_folder
+from toprovar.runtime.noise import MAX_SEED, check_seed
 from toprovar.runtime.plan import Plan, save_plan
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
@@ -45,14 +49,50 @@ def shipped_prompts() -> Path:
     return Path(toprovar.calibrate.__path__[0]) / "prompts.txt"
 
 
+def check_request(request: CalibrationRequest) -> list[str]:
+    """Refuses what can be refused before a model is loaded. Returns: the prompts."""
+    check_seed(request.seed)
+    if request.method not in METHODS:
+        near = difflib.get_close_matches(request.method, METHODS, 1)
+        raise ToprovarError(
+            f"unknown method {request.method}",
+            f"did you mean {near[0]}?" if near else f"choose one of: {', '.join(METHODS)}",
+        )
+    for name in ("tau", "beta", "alpha_min", "alpha_max", "target_speedup"):
+        value = getattr(request.settings, name, None)
+        if value is not None and not math.isfinite(value):
+            option = {"tau": "--rho-threshold"}.get(name, "--" + name.replace("_", "-"))
+            raise ToprovarError(f"{option}: {value} is not a finite number", "see toprovar calibrate --help")
+    prompts = read_prompts(request.prompts or shipped_prompts())[: request.limit]
+    last = request.seed + len(prompts) - 1
+    if last > MAX_SEED:
+        raise ToprovarError(
+            f"seeds {request.seed} to {last} are needed, one per prompt; the largest is {MAX_SEED}",
+            f"give a seed up to {MAX_SEED - len(prompts) + 1}",
+        )
+    check_folder(request.out / "stats")
+    return prompts
+
+
+def _check_fit(settings: MethodSettings, scales: int, layers: int) -> None:
+    """Refuses, before any prompt runs, what no plan of this model can have."""
+    if settings.scale_depth is not None and settings.scale_depth >= scales:
+        raise ToprovarError(
+            f"--scale-depth is {settings.scale_depth}; the schedule has scales 0 to {scales - 1}",
+            f"give 0 to {scales - 1}",
+        )
+    if settings.global_layers is not None and settings.global_layers > layers:
+        raise ToprovarError(
+            f"--global-layers is {settings.global_layers}; the model has {layers} layers", f"give 1 to {layers}"
+        )
+
+
 def gather(request: CalibrationRequest, model: Model) -> Statistics:
     """Runs the prompts that are not measured yet."""
-    check_seed(request.seed)
-    prompts = read_prompts(request.prompts or shipped_prompts())[: request.limit]
-    if request.out.exists() and not request.out.is_dir():
-        raise ToprovarError(f"{request.out} is a file; expected a folder", "choose another --out")
+    prompts = check_request(request)
     schedule = schedule_with(model, request.aspect, request.budget)
     guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
+    _check_fit(request.settings, len(schedule), model.config.depth)
     with console.progress("calibrate") as advance:
         return collect_statistics(model, schedule, guidance, prompts, request.seed, request.out / "stats", advance)
 
@@ -77,12 +117,14 @@ def fit_and_write(request: CalibrationRequest, model: Model, stats: Statistics) 
 
 def run_calibration(request: CalibrationRequest) -> Plan:
     started = time.perf_counter()
+    check_request(request)
     model = load_model(request.model, request.tokenizer)
     stats = gather(request, model)
     plan = fit_and_write(request, model, stats)
     console.say(
         f"wrote {request.out}/plan.json (D = {plan.D.value}, TLE {plan.tle_speedup:.2f} times less) and report.html "
         f"in {time.perf_counter() - started:.0f}s; "
-        f"next: toprovar-export {request.model} --plan {request.out}/plan.json -o bundle"
+        f"next: toprovar-export {console.quoted(request.model)} "
+        f"--plan {console.quoted(request.out / 'plan.json')} -o bundle"
     )
     return plan

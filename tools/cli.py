@@ -5,17 +5,32 @@ Heavy packages are imported inside the commands, so that `--help` works with not
 
 from __future__ import annotations
 
+import io
+import os
 import signal
+import sys
 from enum import Enum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from toprovar.tools import console
 
+
+class Group(console.OneMessage, TyperGroup):
+    """The commands of `toprovar`."""
+
+
+class Single(console.OneMessage, TyperCommand):
+    """A command that is a program of its own."""
+
+
 app = typer.Typer(
     name="toprovar",
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -37,6 +52,10 @@ Tau = Annotated[
     str | None,
     typer.Option("--tau", help="Temperature: one value, or one per scale with commas."),
 ]
+
+
+EXPORT_MODULES = ("torch", "onnx", "onnx_ir")
+CALIBRATE_MODULES = ("torch", "skimage", "matplotlib", "jinja2")
 
 
 class Preset(str, Enum):
@@ -86,6 +105,7 @@ def demo(
     """Calibrate, export and run the packaged demo model; ends with a report. Resumes what is done."""
 
     def body() -> None:
+        console.require_packages("demo", *CALIBRATE_MODULES, *EXPORT_MODULES)
         from toprovar.tools.demo import run_demo
 
         summary = run_demo(out, prompts, calibration_prompts, seed)
@@ -144,6 +164,7 @@ def calibrate(
     """Learn from prompts what may be left out; writes plan.json, statistics and a report."""
 
     def body() -> None:
+        console.require_packages("calibrate", *CALIBRATE_MODULES)
         from toprovar.calibrate.methods.settings import MethodSettings
         from toprovar.tools.calibration import CalibrationRequest, run_calibration
 
@@ -197,11 +218,13 @@ def export(
     """Write a bundle: per-scale ONNX step graphs over one weights file, dense and planned."""
 
     def body() -> None:
+        console.require_packages("export", *EXPORT_MODULES)
         from toprovar.tools.exporting import ExportRequest, run_export
 
         request = ExportRequest(
             model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value, text_tokens=text_tokens,
-            aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
+            aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run,
+            graphs_only=graphs_only,
         )  # fmt: skip
         facts = run_export(request, quiet=json)
         if json:
@@ -323,20 +346,35 @@ def _main(
 
 def _interruptible() -> None:
     # a supervisor's SIGTERM ends like Ctrl-C: temporary files are removed on the way out
-    signal.signal(signal.SIGTERM, lambda number, frame: (_ for _ in ()).throw(KeyboardInterrupt()))
+    signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no fault
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _wait_passively() -> None:
+    # OpenMP threads that spin while they wait starve each other on a busy machine: a demo picture in PyTorch took over
+    # 30 s beside two other jobs on two cores, 1.5 s with waiting threads asleep. Must be set before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main() -> None:
     """Entry point of `toprovar`."""
+    _wait_passively()
     _interruptible()
     app()
 
 
 def export_main() -> None:
     """Entry point of `toprovar-export`, the name for build scripts."""
+    _wait_passively()
     _interruptible()
     export_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    export_app.command(name="toprovar-export")(export)
+    export_app.command(name="toprovar-export", cls=Single)(export)
     export_app()
 
 

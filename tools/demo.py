@@ -26,13 +26,13 @@ from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import Bundle, open_bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.image_files import write_png
-from toprovar.runtime.json_files import read_json, write_json
-from toprovar.runtime.noise import check_seed, uniform_noise
+from toprovar.runtime.json_files import check_folder, read_json, write_json
+from toprovar.runtime.noise import MAX_SEED, check_seed, uniform_noise
 from toprovar.runtime.pipeline import Pipeline, Result
 from toprovar.runtime.plan import load_plan
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
-from toprovar.tools.calibration import CalibrationRequest, fit_and_write, gather
+from toprovar.tools.calibration import CalibrationRequest, fit_and_write, gather, shipped_prompts
 from toprovar.tools.demo_report import DemoReport, PromptResult, write_demo_report
 
 TARGET_SPEEDUP = 2.0  # token-layer work of the demo's planned variant against dense
@@ -56,13 +56,15 @@ class _Stages:
                 stored = None
             self._done = stored if isinstance(stored, dict) else {}
 
-    def run(self, name: str, key: list[Any], output: Path, work: Callable[[], None]) -> float:
-        """Does the work unless it was done for the same key. Returns: the seconds it took, now or then."""
+    def run(self, name: str, key: list[Any], is_whole: Callable[[], bool], work: Callable[[], None]) -> float:
+        """Does the work unless it was done for the same key and is whole. Returns: the seconds it took, now or then."""
         identity = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         found = self._done.get(name)
-        if isinstance(found, dict) and found.get("identity") == identity and output.exists():
-            console.say(f"{name}: done before, kept")
-            return float(found["seconds"])
+        if isinstance(found, dict) and found.get("identity") == identity and is_whole():
+            took = found.get("seconds")
+            if isinstance(took, (int, float)):
+                console.say(f"{name}: done before, kept")
+                return float(took)
         started = time.perf_counter()
         work()
         seconds = time.perf_counter() - started
@@ -76,8 +78,20 @@ def run_demo(out: Path, prompts: int, calibration_prompts: int, seed: int) -> di
     """Calibrates, exports, draws, compares, reports. Returns: what summary.json holds; every number was measured."""
     started = time.perf_counter()
     check_seed(seed)
-    if out.exists() and not out.is_dir():
-        raise ToprovarError(f"{out} is a file; expected a folder", "choose another --out")
+    if seed + prompts - 1 > MAX_SEED:
+        raise ToprovarError(
+            f"seeds {seed} to {seed + prompts - 1} are needed, one per picture; the largest is {MAX_SEED}",
+            f"give a seed up to {MAX_SEED - prompts + 1}",
+        )
+    for count, what, option, there in (
+        (prompts, "pictures", "--prompts", demo_prompts()),
+        (calibration_prompts, "prompts", "--calibration-prompts", read_prompts(shipped_prompts())),
+    ):
+        if count > len(there):
+            raise ToprovarError(
+                f"{option} asks for {count} {what}; the demo has {len(there)} prompts", f"pass {option} {len(there)}"
+            )
+    check_folder(out / "images")
     model = load_model("demo")
     stages = _Stages(out / "stages.json")
     calibration, folder = out / "calibration", out / "bundle"
@@ -92,13 +106,13 @@ def run_demo(out: Path, prompts: int, calibration_prompts: int, seed: int) -> di
         "calibrate": stages.run(
             "calibrate",
             key,
-            calibration / "plan.json",
+            lambda: _opens(load_plan, calibration / "plan.json"),
             lambda: _ignore(fit_and_write(request, model, gather(request, model))),
         )
     }
     plan_digest = hashlib.sha256((calibration / "plan.json").read_bytes()).hexdigest()
     seconds["export"] = stages.run(
-        "export", [*key, plan_digest], folder / "manifest.json", lambda: _export(model, calibration, folder)
+        "export", [*key, plan_digest], lambda: _opens(open_bundle, folder), lambda: _export(model, calibration, folder)
     )
     bundle = open_bundle(folder)
     backend = OnnxRuntimeBackend(bundle)
@@ -114,9 +128,19 @@ def run_demo(out: Path, prompts: int, calibration_prompts: int, seed: int) -> di
     console.say(
         f"wrote {out}/report.html, images/ and summary.json in {time.perf_counter() - started:.0f}s: "
         f"TLE {summary['tle_speedup']:.2f} times less, {summary['wall_speedup']:.2f} times as fast, "
-        f'SSIM {summary["ssim_mean"]:.3f} to dense; next: toprovar run {folder} --prompt "red apple on white"'
+        f"SSIM {summary['ssim_mean']:.3f} to dense; "
+        f'next: toprovar run {console.quoted(folder)} --prompt "red apple on white"'
     )
     return summary
+
+
+def _opens(read: Callable[[Path], object], path: Path) -> bool:
+    """Whether an earlier run's result is there and undamaged."""
+    try:
+        read(path)
+    except ToprovarError:
+        return False
+    return True
 
 
 def _ignore(value: object) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
-from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, export_graphs
+from toprovar.exporter.bundle_writer import GRAPHS_FILE, BundleGraphs, bill, check_out, export_bundle, export_graphs
 from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.model import load_model, published_without_weights
 from toprovar.runtime.bundle import open_bundle
+from toprovar.runtime.manifest import MANIFEST_FILE
 from toprovar.runtime.plan import dense_plan, load_plan
 from toprovar.tools import console
 from toprovar.tools.options import guidance_with, schedule_with
@@ -40,6 +41,8 @@ class ExportRequest:
 def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
     """Exports, or counts with `dry_run`. Returns: what was, or would be, built."""
     started = time.perf_counter()
+    if not request.dry_run:
+        check_out(request.out, request.overwrite, GRAPHS_FILE if request.graphs_only else MANIFEST_FILE)
     plan = load_plan(request.plan) if request.plan else None
     needs_weights = not (request.dry_run or request.graphs_only)
     if not needs_weights and request.model.startswith("infinity-") and not Path(request.model).exists():
@@ -89,7 +92,7 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
     size_bytes = open_bundle(request.out, verify=False).size_bytes
     console.say(
         f"wrote {request.out} ({len(manifest.schedule)} scales, {size_bytes / 1e6:.1f} MB) in "
-        f'{time.perf_counter() - started:.1f}s; next: toprovar run {request.out} --prompt "…"'
+        f'{time.perf_counter() - started:.1f}s; next: toprovar run {console.quoted(request.out)} --prompt "…"'
     )
     return {
         "out": str(request.out),

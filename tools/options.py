@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from toprovar.exporter.schedules import Schedule
 
 
+LARGEST = 1000.0  # of cfg and tau
+
+
 def numbers(text: str, name: str) -> list[float]:
     """Comma-separated numbers.
 
@@ -28,6 +31,15 @@ def numbers(text: str, name: str) -> list[float]:
     return values
 
 
+def in_range(values: list[float], name: str, least: float, is_open: bool = False) -> list[float]:
+    """Raises: ToprovarError naming the first value that is no number from `least` (without it, if open) to 1000."""
+    for value in values:
+        if not least <= value <= LARGEST or (is_open and value == least):
+            expected = f"more than {least:g} and at most {LARGEST:g}" if is_open else f"{least:g} to {LARGEST:g}"
+            raise ToprovarError(f"{name}: {value:g} is out of range; expected {expected}", f"write {name} 3")
+    return values
+
+
 def guidance_with(base: Guidance, cfg: str | None, tau: str | None) -> Guidance:
     """A guidance with cfg or tau replaced from the command line.
 
@@ -36,16 +48,10 @@ def guidance_with(base: Guidance, cfg: str | None, tau: str | None) -> Guidance:
     scales = len(base.cfg)
     values = base.model_dump()
     if cfg is not None:
-        values["cfg"] = per_scale(numbers(cfg, "--cfg"), scales, "--cfg")
+        values["cfg"] = per_scale(in_range(numbers(cfg, "--cfg"), "--cfg", 0), scales, "--cfg")
     if tau is not None:
-        values["tau"] = per_scale(numbers(tau, "--tau"), scales, "--tau")
-    try:
-        return Guidance(**values)
-    except ValueError:
-        raise ToprovarError(
-            f"guidance is out of range: cfg {list(values['cfg'])}, tau {list(values['tau'])}",
-            "cfg takes 0 to 1000, tau more than 0 up to 1000",
-        ) from None
+        values["tau"] = per_scale(in_range(numbers(tau, "--tau"), "--tau", 0, is_open=True), scales, "--tau")
+    return Guidance(**values)
 
 
 def schedule_with(model: Model, aspect: float | None, budget: str | None) -> Schedule:

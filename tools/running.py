@@ -11,6 +11,7 @@ from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import Bundle, open_bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.image_files import printable, write_png
+from toprovar.runtime.json_files import check_folder
 from toprovar.runtime.noise import check_seed
 from toprovar.runtime.pipeline import Pipeline, Result
 from toprovar.runtime.version import VERSION
@@ -68,7 +69,12 @@ def run_bundle(
         raise ToprovarError(f"{out} is a folder; expected the name of a PNG file", "pass -o image.png")
     if out.suffix.lower() != ".png":
         raise ToprovarError(f"{out} does not end in .png; pictures are written as PNG", f"pass -o {out.stem}.png")
+    check_folder(out.absolute().parent)
+    if preview_dir is not None:
+        check_folder(preview_dir)
     bundle = open_bundle(folder)
+    if bundle.manifest.decoder is None:
+        raise ToprovarError(f"bundle {folder} holds no decoder, so it makes no picture", "export it with --tokenizer")
     backend = OnnxRuntimeBackend(bundle, threads)
     pipeline = Pipeline(bundle, backend)
     variant = variant or default_variant(bundle)
@@ -90,8 +96,7 @@ def run_bundle(
         "bundle_sha256": bundle.digest,
         "software": f"toprovar {VERSION}",
     }
-    if result.image is None:
-        raise ToprovarError(f"bundle {folder} holds no decoder, so it makes no picture", "export it with --tokenizer")
+    assert result.image is not None  # there is a decoder
     for scale, codes in enumerate(snapshots):
         assert preview_dir is not None
         write_png(preview_dir / f"scale_{scale:02d}.png", pipeline.decode(codes), {**facts, "scale": str(scale)})

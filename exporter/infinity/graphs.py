@@ -19,6 +19,7 @@ from toprovar.exporter.infinity.tokenizer import TokenizerConfig
 from toprovar.exporter.resize_matrices import resize_pair
 from toprovar.exporter.schedules import Schedule
 from toprovar.exporter.weights_file import WeightsLayout
+from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.plan import Plan
 
 INT32 = ir.DataType.INT32.value
@@ -297,7 +298,13 @@ def step_graph(
              cfg, tau, bit_limit [1], k_past_##, v_past_## [S, R, H, D], residual_## [N_ref, R, C] where restored
     Outputs: bits [L, B, bits] int32, codes_next [B, d, H, W], k_new_##, v_new_## [n, R, H, D],
              entropy_## [L], kept_##_n [n] int32, residual_## [L, R, C] at the reference scale
+    Raises:  ToprovarError for a pruned step of several images
     """
+    if options.images > 1 and plan.is_pruned(scale):
+        raise ToprovarError(
+            f"a pruned step takes one image at a time; {options.images} were asked for at scale {scale}",
+            "each image chooses its own tokens: export with one image and run the images in turn",
+        )
     return _Step(config, plan, scale, layout, options).build()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 
@@ -11,6 +12,17 @@ from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.manifest import Graph
 
+log = logging.getLogger("toprovar")
+
+# what ONNX Runtime calls the manifest's types
+ORT_TYPES = {
+    "F32": "tensor(float)",
+    "F16": "tensor(float16)",
+    "BF16": "tensor(bfloat16)",
+    "I64": "tensor(int64)",
+    "I32": "tensor(int32)",
+    "U8": "tensor(uint8)",
+}
 NUMPY_DTYPES = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
 
 
@@ -19,10 +31,18 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return "no such tensor" if tensor is None else f"{tensor[0]}{list(tensor[1])}"
+
+
 class OnnxRuntimeBackend:
     """Runs a bundle's graphs.
 
-    threads: intra-op threads; 0 leaves it to the library.
+    threads: intra-op threads, at most one per core; 0 takes all cores.
     Raises: EnvironmentFault if onnxruntime is missing or cannot run the bundle's number format.
     """
 
@@ -38,7 +58,10 @@ class OnnxRuntimeBackend:
             )
         self._ort = onnxruntime
         self._bundle = bundle
-        self.threads = threads or _usable_cores()
+        cores = _usable_cores()
+        if threads > cores:  # more threads than cores wait for each other: minutes instead of a second
+            log.warning("%d threads asked for; %d are used, one per core", threads, cores)
+        self.threads = min(threads, cores) or cores
         self.weights = bundle.weights()
         self._shared = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in self.weights.items()}
         self._sessions: dict[str, object] = {}
@@ -70,11 +93,28 @@ class OnnxRuntimeBackend:
                 )
             except Exception as error:  # the library's own classes are not exported
                 raise ToprovarError(
-                    f"{self._bundle.path(graph.file)} cannot be loaded: {str(error).splitlines()[0]}",
+                    f"{self._bundle.path(graph.file)} cannot be loaded: {_first_line(error)}",
                     "export the bundle again with this version",
                 ) from None
+            self._check_signature(graph, session)
             self._sessions[graph.file] = session
         return self._sessions[graph.file]
+
+    def _check_signature(self, graph: Graph, session) -> None:  # type: ignore[no-untyped-def]
+        """Pointers are bound by the manifest's shapes: a graph with others would read or write beyond them."""
+        for side, expected, found in (
+            ("input", graph.inputs, session.get_inputs()),
+            ("output", graph.outputs, session.get_outputs()),
+        ):
+            real = {node.name: (node.type, tuple(node.shape)) for node in found}
+            told = {name: (ORT_TYPES[facts.dtype], facts.shape) for name, facts in expected.items()}
+            for name in sorted(real.keys() | told.keys()):
+                if real.get(name) != told.get(name):
+                    raise ToprovarError(
+                        f"{self._bundle.path(graph.file)} has {side} {name} {_described(real.get(name))}; "
+                        f"the manifest says {_described(told.get(name))}",
+                        "export the bundle again; graph and manifest come from different exports",
+                    )
 
     def run(self, graph: Graph, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
         """Runs a graph into given arrays.
@@ -92,7 +132,12 @@ class OnnxRuntimeBackend:
             binding.bind_output(
                 name, "cpu", 0, NUMPY_DTYPES[facts.dtype], facts.shape, self._pointer(outputs, name, facts)
             )
-        session.run_with_iobinding(binding)
+        try:
+            session.run_with_iobinding(binding)
+        except Exception as error:  # the library's own classes are not exported
+            raise ToprovarError(
+                f"{self._bundle.path(graph.file)} failed: {_first_line(error)}", "export the bundle again"
+            ) from None
 
     def _pointer(self, arrays: Mapping[str, np.ndarray], name: str, facts) -> int:  # type: ignore[no-untyped-def]
         array = arrays[name]
