@@ -98,11 +98,11 @@ def read_prompts(path: Path) -> list[str]:
     except IsADirectoryError:
         raise ToprovarError(f"prompt file {path} is a folder", "give a text file with one prompt per line") from None
     except UnicodeDecodeError as error:
-        raise ToprovarError(f"prompt file {path} is not UTF-8 text (byte {error.start})") from None
+        raise ToprovarError(f"prompt file {path} is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
     except OSError as error:
-        raise ToprovarError(f"prompt file {path} cannot be read: {error.strerror}") from None
+        raise ToprovarError(f"prompt file {path} cannot be read: {error.strerror}", "check its permissions") from None
     if "\0" in text:
-        raise ToprovarError(f"prompt file {path} holds NUL characters; expected plain text")
+        raise ToprovarError(f"prompt file {path} holds NUL characters; expected plain text", "save it as UTF-8")
     lines = [line.strip() for line in text.splitlines()]
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:

@@ -361,9 +361,18 @@ def check_out(out: Path, overwrite: bool = True, marker: str = MANIFEST_FILE) ->
     here = Path.cwd()
     if place == here or place in here.parents:
         raise ToprovarError(f"{out} is the current folder, or above it; a bundle replaces its folder", "name a new one")
-    check_folder(place)
-    if not place.exists():
+    check_folder(place.parent)
+    if not place.parent.is_dir():
         return place
+    with _alone_in(place.parent):
+        _check_replaceable(out, place, overwrite, marker)
+    return place
+
+
+def _check_replaceable(out: Path, place: Path, overwrite: bool, marker: str) -> None:
+    if not place.exists():
+        return
+    check_folder(place)
     holds = sorted(path.name for path in place.iterdir())
     if holds:
         own = _files_of(place, marker)
@@ -378,7 +387,6 @@ def check_out(out: Path, overwrite: bool = True, marker: str = MANIFEST_FILE) ->
             )
         if not overwrite:
             raise ToprovarError(f"{out} already holds a bundle", "choose another --out, or pass --overwrite")
-    return place
 
 
 def _files_of(folder: Path, marker: str) -> set[str] | None:
@@ -416,29 +424,37 @@ def _replacing(out: Path, overwrite: bool, marker: str = MANIFEST_FILE) -> Itera
 def _take_place(folder: Path, place: Path) -> None:
     """Renames a finished folder to its final name; an older one there is moved away first and then removed.
 
-    Another export may do the same at the same time: each then meets the other's whole bundle, and the last one stays.
+    Of two exports at the same time, each meets the other's whole bundle, and the last one stays.
     """
-    while True:
-        try:
-            os.replace(folder, place)  # nothing there, or an empty folder
+    with _alone_in(place.parent):
+        if not place.exists():
+            os.replace(folder, place)
             return
-        except OSError:
-            if not place.is_dir() and place.exists():
-                raise
-            if not folder.exists():
-                raise
         retired = Path(tempfile.mkdtemp(prefix=f".{place.name[:64]}.old.", dir=place.parent))
         try:
-            with suppress(FileNotFoundError):  # moved away by another export
-                os.replace(place, retired / "bundle")
-            try:
-                os.replace(folder, place)
-                return
-            except BaseException as fault:
-                if isinstance(fault, OSError) and place.is_dir():
-                    continue  # another export was quicker; its bundle is retired next
-                if (retired / "bundle").exists() and not place.exists():
-                    os.replace(retired / "bundle", place)
-                raise
+            os.replace(place, retired / "bundle")
+            os.replace(folder, place)
         finally:
+            if not place.exists() and (retired / "bundle").exists():  # interrupted in between
+                os.replace(retired / "bundle", place)
             shutil.rmtree(retired, ignore_errors=True)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other exports into a folder waiting, for the moment of a look or a rename; the lock dies with the process.
+
+    Systems and disks without such locks go on without: there two exports at once may end with an error.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a network disk that has no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -15,11 +15,18 @@ MAX_NAME_BYTES = 255  # of one part of a path, on every file system that matters
 MAX_JSON_BYTES = 64 * 2**20
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+class DuplicateKeyError(ValueError):
+    def __init__(self, key: str) -> None:
+        super().__init__(f"key {key!r} stands twice in one object")
+        self.key = key
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Hook of `json.loads` for objects. Raises: DuplicateKeyError."""
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
-            raise ValueError(f"key {key!r} stands twice in one object")
+            raise DuplicateKeyError(key)
         seen[key] = value
     return seen
 
@@ -41,9 +48,9 @@ def parse_json(text: str, what: str) -> Any:
     Raises: ToprovarError with the place of the fault.
     """
     try:
-        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
-        raise ToprovarError(f"{what} is not valid JSON: nested too deeply") from None
+        raise ToprovarError(f"{what} is not valid JSON: nested too deeply", "check that it is the right file") from None
     except ValueError as error:
         raise ToprovarError(f"{what} is not valid JSON: {error}", "make the file again, or restore it") from None
 
@@ -56,14 +63,17 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     try:
         size = path.stat().st_size
         if size > max_bytes:
-            raise ToprovarError(f"{path} has {size} bytes; expected at most {max_bytes} for a file of facts")
+            raise ToprovarError(
+                f"{path} has {size} bytes; expected at most {max_bytes} for a file of facts",
+                "check that it is the right file",
+            )
         raw = path.read_bytes()
     except FileNotFoundError:
         raise ToprovarError(f"{path} does not exist", "check the path") from None
     except IsADirectoryError:
-        raise ToprovarError(f"{path} is a folder; expected a JSON file") from None
+        raise ToprovarError(f"{path} is a folder; expected a JSON file", "pass the file itself") from None
     except OSError as error:
-        raise ToprovarError(f"{path} cannot be read: {error.strerror}") from None
+        raise ToprovarError(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
     if not raw:
         raise ToprovarError(f"{path} is empty; expected a JSON document", "make the file again")
     try:

@@ -54,6 +54,17 @@ def check_signatures(manifest: Manifest) -> None:
             for layer, count in enumerate(step.counts):
                 filled[layer] += count
             residuals |= {o: facts for o, facts in step.graph.outputs.items() if o.startswith("residual_")}
+    _check_shared(manifest)
+
+
+def _check_shared(manifest: Manifest) -> None:
+    """A file that several steps share has one signature: it is held against the graph once."""
+    encoder = manifest.text.encoder
+    known: dict[str, Graph] = {}
+    steps = [step.graph for variant in manifest.variants.values() for step in variant]
+    for graph in (manifest.prompt, manifest.decoder, encoder.graph if encoder else None, *steps):
+        if graph is not None and known.setdefault(graph.file, graph) != graph:
+            raise ToprovarError(f"manifest gives {graph.file} two different signatures", HINT)
 
 
 def _check_step(

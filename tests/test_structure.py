@@ -56,6 +56,22 @@ def test_every_package_folder_is_listed_for_the_build():
     assert found <= listed, f"missing in pyproject.toml: {sorted(found - listed)}"
 
 
+def test_every_data_file_is_packed_into_the_wheel():
+    text = (ROOT / "pyproject.toml").read_text()
+    patterns = {
+        package.replace(".", "/"): re.findall(r'"([^"]+)"', globs)
+        for package, globs in re.findall(r'^"toprovar\.([\w.]+)" = \[(.*)\]$', text, re.MULTILINE)
+    }
+    checked = 0
+    for floor in FLOORS:
+        for path in (ROOT / floor).rglob("*"):
+            if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts:
+                folder = str(path.parent.relative_to(ROOT))
+                assert any(path.match(glob) for glob in patterns.get(folder, [])), f"{path} is not packed"
+                checked += 1
+    assert checked >= 8
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.md")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_in_markdown_resolve(path):
     if ".venv" in path.parts or "out" in path.parts:

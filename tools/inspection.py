@@ -41,6 +41,7 @@ def inspect_path(path: str) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
+    console.require_packages("inspecting a checkpoint", "torch")
     from toprovar.exporter.checkpoints import open_checkpoint
     from toprovar.exporter.families import Family, canonical_tokenizer_names, recognise_family
     from toprovar.exporter.infinity.config import config_from_shapes

@@ -1,7 +1,7 @@
 """Sweeps what ToProVAR's paper leaves open on the packaged demo model, against plain scale exits.
 
     python -m toprovar.tools.sweep --calibration DIR --out FILE.json [--prompts FILE] [--limit N] [--seed S] [--json]
-    python -m toprovar.tools.sweep --table FILE.json
+    python -m toprovar.tools.sweep --table FILE.json [--group NAME]
 
 Every prompt runs dense once and then by every plan with the same noise; pictures and bits are compared with the dense
 ones. Intervals are 95 % percentile bootstraps over prompts, and differences are paired by prompt. A token-layer
@@ -569,10 +569,12 @@ COLUMNS = (
 )
 
 
-def table_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The variants as text, a row each, in the order of COLUMNS."""
+def table_rows(document: dict[str, Any], groups: Sequence[str] = ()) -> list[tuple[str, ...]]:
+    """The variants as text, a row each, in the order of COLUMNS. groups: only these; empty for all."""
     rows: list[tuple[str, ...]] = []
     for entry in document["variants"]:
+        if groups and entry["group"] not in groups:
+            continue
         low, high = entry["ssim_interval"]
         last = [share for share in entry["equal_bits"] if share is not None][-1]
         versus = entry["versus"]
@@ -595,10 +597,10 @@ def table_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def markdown_table(document: dict[str, Any]) -> str:
-    """The table of docs/calibration.md."""
+def markdown_table(document: dict[str, Any], groups: Sequence[str] = ()) -> str:
+    """The table of the docs. groups: only these; empty for all."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "|".join(" --- " for _ in COLUMNS) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in table_rows(document)]
+    lines += ["| " + " | ".join(row) + " |" for row in table_rows(document, groups)]
     return "\n".join(lines) + "\n"
 
 
@@ -638,7 +640,7 @@ def sweep(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the first prompt; prompt i runs with seed + i.")] = 7,
     group: Annotated[
-        list[str] | None, typer.Option("--group", help="Run only this group of variants; repeatable. Default: all.")
+        list[str] | None, typer.Option("--group", help="Only this group of variants; repeatable. Default: all.")
     ] = None,
     date: Annotated[str | None, typer.Option("--date", help="Date to note in the file. Default: none.")] = None,
     table: Annotated[
@@ -653,7 +655,7 @@ def sweep(
 
     def work() -> None:
         if table is not None:
-            sys.stdout.write(markdown_table(read_json(table)))
+            sys.stdout.write(markdown_table(read_json(table), group or ()))
             return
         if calibration is None or out is None:
             raise ToprovarError(

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from toprovar.exporter.int8_rows import ROW_SCALE_SUFFIX, dequantise_rows
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.word_tokenizer import WordTokenizer
 
 MASKED = -1e4  # additive, finite: half-precision graphs never meet inf - inf
 WEIGHTS_FILE, VOCABULARY_FILE = "text_encoder.safetensors", "vocabulary.json"
@@ -91,33 +87,3 @@ def vocabulary_document(vocabulary: list[str], max_tokens: int) -> str:
     """Text of vocabulary.json."""
     document = {"schema_version": SCHEMA_VERSION, "max_tokens": max_tokens, "words": vocabulary}
     return json.dumps(document, ensure_ascii=False, indent=0) + "\n"
-
-
-def load_vocabulary(path: Path) -> tuple[WordTokenizer, int]:
-    """Reads vocabulary.json. Returns: the tokenizer and the longest prompt in tokens."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if document.get("schema_version") != SCHEMA_VERSION:
-        raise ToprovarError(f"{path} has schema_version {document.get('schema_version')}, expected {SCHEMA_VERSION}")
-    return WordTokenizer(document["words"]), int(document["max_tokens"])
-
-
-def load_text_encoder(folder: Path) -> tuple[WordTextEncoder, WordTokenizer]:
-    """The encoder and its tokenizer from `text_encoder.safetensors` and `vocabulary.json` in a folder.
-
-    Tensors may be int8 with `<name>.row_scale`, as the checkpoint loader reads them.
-    """
-    tokenizer, _ = load_vocabulary(folder / VOCABULARY_FILE)
-    stored = load_file(folder / WEIGHTS_FILE)
-    weights = {
-        name: dequantise_rows(tensor, stored[name + ROW_SCALE_SUFFIX]) if name + ROW_SCALE_SUFFIX in stored else tensor
-        for name, tensor in stored.items()
-        if not name.endswith(ROW_SCALE_SUFFIX)
-    }
-    encoder = text_encoder_from_weights(weights)
-    if encoder.word_table.num_embeddings != tokenizer.size:
-        raise ToprovarError(
-            f"{folder}: {VOCABULARY_FILE} has {tokenizer.size} words, "
-            f"{WEIGHTS_FILE} has {encoder.word_table.num_embeddings}",
-            "take both files from the same training run",
-        )
-    return encoder, tokenizer

@@ -3,13 +3,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import random
-import struct
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,66 +17,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
+from checkpoint_helpers import Tensors, assert_same, f32, raw_safetensors, refusal  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from toprovar.exporter import checkpoints  # noqa: E402
 from toprovar.exporter.checkpoints import LazyTensors, check_finite, open_checkpoint  # noqa: E402
 from toprovar.exporter.int8_rows import dequantise_rows, quantise_rows  # noqa: E402
 from toprovar.runtime.errors import EXIT_WRONG_INPUT, ToprovarError  # noqa: E402
-
-Tensors = dict[str, Any]
-
-
-@pytest.fixture
-def tensors() -> Tensors:
-    noise = torch.Generator().manual_seed(17)
-    return {
-        "word_embed.weight": torch.randn(17, 81, generator=noise),
-        "word_embed.bias": torch.randn(17, generator=noise).to(torch.bfloat16),
-        "scale": torch.tensor(0.5, dtype=torch.float16),
-        "mask": torch.arange(7, dtype=torch.int64),
-        "flags": torch.tensor([True, False, True]),
-        "nothing": torch.empty(0, 3),
-    }
-
-
-def snapshot(path: Path) -> dict[str, bytes]:
-    folder = path if path.is_dir() else path.parent
-    return {str(file): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
-
-
-def refusal(path: Path, action: Callable[[Path], object] = open_checkpoint, names: str | None = None) -> str:
-    """The message with which a path is refused; checks the form that every user error has, and that no file changed."""
-    before = snapshot(path) if path.exists() else {}
-    with pytest.raises(ToprovarError) as caught:
-        action(path)
-    fault = caught.value
-    assert fault.exit_code == EXIT_WRONG_INPUT
-    assert fault.hint
-    assert (names or path.name) in fault.message
-    assert "!" not in str(fault)
-    assert "\n" not in fault.hint
-    assert (snapshot(path) if path.exists() else {}) == before
-    return fault.message
-
-
-def assert_same(found: Any, expected: Tensors) -> None:
-    assert set(found) == set(expected)
-    assert expected
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert found[name].shape == tensor.shape, name
-        assert torch.equal(found[name], tensor), name
-
-
-def raw_safetensors(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
-    return path
-
-
-def f32(begin: int, end: int, *shape: int) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
 
 
 def sharded(folder: Path, tensors: Tensors, kind: str = "safetensors") -> Path:
@@ -134,19 +78,6 @@ def test_torch_file_comes_back(tmp_path: Path, tensors: Tensors, suffix: str) ->
     assert list(checkpoint.shapes) == list(tensors)
 
 
-def test_torch_file_older_than_zip_comes_back_with_a_note(tmp_path: Path, tensors: Tensors) -> None:
-    path = tmp_path / "old.pth"
-    torch.save(tensors, path, _use_new_zipfile_serialization=False)
-    checkpoint = open_checkpoint(path)
-    assert_same(checkpoint.tensors, tensors)
-    assert "read at once" in checkpoint.notes[0]
-
-
-def test_parameters_come_back_without_gradient(tmp_path: Path) -> None:
-    torch.save({"w": torch.nn.Parameter(torch.ones(3))}, tmp_path / "w.pth")
-    assert not open_checkpoint(tmp_path / "w.pth").tensors["w"].requires_grad
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 @pytest.mark.parametrize("by", ["folder", "index"])
 def test_shards_come_back_in_index_order(tmp_path: Path, tensors: Tensors, kind: str, by: str) -> None:
@@ -173,39 +104,6 @@ def test_symbolic_link_opens_by_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "weights.pth").symlink_to("../blob")
     assert list(open_checkpoint(tmp_path / "s").tensors) == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("wrap", "where"),
-    [
-        (lambda flat: {"trainer": {"gpt_fsdp": flat, "step": 3}, "epoch": 1}, "['trainer']['gpt_fsdp']"),
-        (lambda flat: {"vae": flat, "step": 7}, "['vae']"),
-        (lambda flat: {"state_dict": flat, "lr": 0.1}, "['state_dict']"),
-        (lambda flat: {"model": flat, "args": {"depth": 4}}, "['model']"),
-    ],
-)
-def test_nested_state_dict_is_unwrapped_and_named(tmp_path: Path, tensors: Tensors, wrap: Any, where: str) -> None:
-    path = tmp_path / "ar-ckpt-last.pth"
-    torch.save(wrap(tensors), path)
-    checkpoint = open_checkpoint(path)
-    assert_same(checkpoint.tensors, tensors)
-    assert where in checkpoint.notes[0]
-    assert "left out beside it" in checkpoint.notes[0]
-
-
-def test_values_beside_tensors_are_noted(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(2), "epoch": 3}, tmp_path / "w.pth")
-    checkpoint = open_checkpoint(tmp_path / "w.pth")
-    assert list(checkpoint.tensors) == ["a"]
-    assert "epoch" in checkpoint.notes[0]
-
-
-def test_unaligned_safetensors_are_read(tmp_path: Path) -> None:
-    header = {"b": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": f32(1, 9, 2)}
-    path = raw_safetensors(tmp_path / "u.safetensors", header, b"\7" + struct.pack("<2f", 1.5, -2.0))
-    checkpoint = open_checkpoint(path)
-    assert checkpoint.tensors["a"].tolist() == [1.5, -2.0]
-    assert list(checkpoint.shapes) == ["b", "a"]
 
 
 def test_tensors_can_be_saved_again(tmp_path: Path, tensors: Tensors) -> None:
@@ -430,174 +328,10 @@ def test_git_lfs_pointer_is_told_apart(tmp_path: Path) -> None:
     assert "Git LFS pointer" in refusal(path)
 
 
-# safetensors
-
-
-def test_truncated_safetensors_is_named(tmp_path: Path, tensors: Tensors) -> None:
-    path = tmp_path / "m.safetensors"
-    save_file(tensors, path)
-    os.truncate(path, path.stat().st_size - 5)
-    message = refusal(path)
-    assert "is truncated" in message
-    assert "bytes of tensor data; expected" in message
-
-
-def test_safetensors_cut_before_the_header_is_truncated(tmp_path: Path) -> None:
-    (tmp_path / "m.safetensors").write_bytes(b"\1\0\0")
-    assert "is truncated: found 3 bytes" in refusal(tmp_path / "m.safetensors")
-
-
-@pytest.mark.parametrize("extra", [1, 1497])
-def test_trailing_bytes_are_named(tmp_path: Path, tensors: Tensors, extra: int) -> None:
-    path = tmp_path / "m.safetensors"
-    save_file(tensors, path)
-    with path.open("ab") as stream:
-        stream.write(b"\0" * extra)
-    assert f"has {extra} trailing bytes" in refusal(path)
-
-
-def test_header_longer_than_file_is_named(tmp_path: Path) -> None:
-    path = raw_safetensors(tmp_path / "m.safetensors", {}, length=1000)
-    assert "found a length of 1000 bytes; expected at most the 2 that follow" in refusal(path)
-
-
-def test_header_length_is_bounded_before_it_is_read(tmp_path: Path) -> None:
-    path = raw_safetensors(tmp_path / "m.safetensors", b"{}", length=100_000_001)
-    os.truncate(path, 200_000_000)
-    with pytest.raises(ToprovarError, match="found a length of 100000001 bytes; expected at most 100000000"):
-        open_checkpoint(path)
-
-
-TWICE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-
-
-@pytest.mark.parametrize(
-    ("header", "expected"),
-    [
-        (b"not json at all", "found b'not json at all'; expected JSON"),
-        (b"\xff\xfe\xfd\xfc", "expected JSON"),
-        (b"[" * 100_000, "expected JSON"),
-        (b'{"a": NaN}', "NaN is not JSON"),
-        (b"[1, 2]", "found a JSON list; expected an object"),
-        (TWICE, "found key 'a' twice"),
-        ({"a": {"dtype": "F13", "shape": [1], "data_offsets": [0, 4]}}, "'a' with unknown dtype 'F13'"),
-        ({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, "unknown dtype"),
-        ({"a": {"dtype": "F32", "shape": [1]}}, "expected dtype, shape and data_offsets"),
-        ({"a": 3}, "expected dtype, shape and data_offsets"),
-        ({"a": f32(0, 4, -1)}, "with shape [-1]"),
-        ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, "with shape [True]"),
-        ({"a": f32(4, 0, 1)}, "at offsets [4, 0]; expected [begin, end]"),
-        ({"a": f32(-4, 0, 1)}, "at offsets [-4, 0]"),
-        ({"a": f32(0, 8, 1)}, "'a' with 8 bytes; expected 4 for F32 (1,)"),
-        ({"a": f32(0, 8, 2), "b": f32(4, 12, 2)}, "'b' at byte 4, overlapping 'a' that ends at 8"),
-        ({"a": f32(0, 8, 2), "b": f32(4000, 4008, 2)}, "'b' out of bounds at bytes 4000 to 4008; expected at most 16"),
-        ({"a": f32(0, 4, 1), "b": f32(8, 16, 2)}, "a hole of 4 bytes before tensor 'b'"),
-        ({"__metadata__": {"a": 1}}, "__metadata__"),
-    ],
-)
-def test_bad_header_says_what_is_bad(tmp_path: Path, header: Any, expected: str) -> None:
-    message = refusal(raw_safetensors(tmp_path / "m.safetensors", header, bytes(16)))
-    assert "has a bad safetensors header" in message
-    assert expected in message
-
-
-def test_safetensors_without_tensors_is_refused(tmp_path: Path) -> None:
-    assert "holds no tensors" in refusal(raw_safetensors(tmp_path / "m.safetensors", {}))
-
-
 def test_torch_file_named_safetensors_is_told_apart(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "w.pth")
     (tmp_path / "w.pth").rename(tmp_path / "w.safetensors")
     assert "holds a torch file" in refusal(tmp_path / "w.safetensors")
-
-
-# torch files
-
-
-def torch_file(path: Path) -> bytes:
-    torch.save({"a": torch.arange(1497.0), "b": torch.ones(17)}, path)
-    return path.read_bytes()
-
-
-@pytest.mark.parametrize("keep_ratio", [0.01, 0.5, 0.99])
-def test_truncated_zip_is_named(tmp_path: Path, keep_ratio: float) -> None:
-    path = tmp_path / "w.pth"
-    data = torch_file(path)
-    path.write_bytes(data[: int(len(data) * keep_ratio)])
-    assert "is truncated: found" in refusal(path)
-
-
-@pytest.mark.parametrize("cut", [1, 21, 22])
-def test_zip_cut_inside_its_end_record_is_truncated(tmp_path: Path, cut: int) -> None:
-    path = tmp_path / "w.pth"
-    path.write_bytes(torch_file(path)[:-cut])
-    assert "is truncated" in refusal(path)
-
-
-@pytest.mark.parametrize(("change", "expected"), [(-64, "64 bytes missing"), (64, "64 bytes too many")])
-def test_zip_with_another_length_of_data_is_damaged(tmp_path: Path, change: int, expected: str) -> None:
-    path = tmp_path / "w.pth"
-    data = torch_file(path)
-    path.write_bytes(data[:2000] + (b"\0" * change + data[2000:] if change > 0 else data[2000 - change :]))
-    message = refusal(path)
-    assert "is damaged" in message
-    assert expected in message
-
-
-def test_zip_record_overwritten_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "w.pth"
-    data = bytearray(torch_file(path))
-    with zipfile.ZipFile(path) as archive:
-        at = next(record for record in archive.infolist() if record.filename.endswith("data/1")).header_offset
-    data[at : at + 4] = b"\0\0\0\0"
-    path.write_bytes(data)
-    assert "data/1 isn't where the zip directory says" in refusal(path)
-
-
-@pytest.mark.parametrize("extra", [1, 17, 200_000])
-def test_trailing_bytes_behind_zip_are_named(tmp_path: Path, extra: int) -> None:
-    path = tmp_path / "w.pth"
-    path.write_bytes(torch_file(path) + b"x" * extra)
-    assert f"has {extra} trailing bytes" in refusal(path)
-
-
-def test_compressed_zip_is_refused(tmp_path: Path) -> None:
-    torch_file(tmp_path / "w.pth")
-    with zipfile.ZipFile(tmp_path / "w.pth") as source, zipfile.ZipFile(tmp_path / "c.pth", "w") as packed:
-        for record in source.infolist():
-            packed.writestr(record.filename, source.read(record), zipfile.ZIP_DEFLATED)
-    assert "was compressed" in refusal(tmp_path / "c.pth")
-
-
-def test_other_zip_is_not_a_torch_file(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "w.pth", "w") as archive:
-        archive.writestr("inner/weights.pth", b"x")
-    assert "is a zip file but not a torch file: found inner/weights.pth" in refusal(tmp_path / "w.pth")
-
-
-def test_torchscript_is_told_apart(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "w.pt", "w") as archive:
-        archive.writestr("w/data.pkl", b"x")
-        archive.writestr("w/constants.pkl", b"x")
-    assert "TorchScript" in refusal(tmp_path / "w.pt")
-
-
-def test_damaged_pickle_in_zip_is_named(tmp_path: Path) -> None:
-    torch_file(tmp_path / "w.pth")
-    with zipfile.ZipFile(tmp_path / "w.pth") as source, zipfile.ZipFile(tmp_path / "d.pth", "w") as damaged:
-        for record in source.infolist():
-            content = source.read(record)
-            damaged.writestr(record.filename, b"\xf0" + content if record.filename.endswith("data.pkl") else content)
-    assert "is damaged" in refusal(tmp_path / "d.pth")
-
-
-def test_tensor_that_asks_for_more_than_its_record_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "w.pth"
-    torch.save({"a": torch.zeros(17)}, path)
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b"K\x11", b"K\x12"))  # 17 elements become 18 in the pickled record
-    assert path.read_bytes() != data
-    assert "tensor a asks for 72 bytes of data" in refusal(path)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "zip", "old"])
@@ -620,93 +354,6 @@ def test_random_damage_is_refused_in_form_or_harmless(tmp_path: Path, tensors: T
             refused.append(fault)
     assert len(refused) > 100
     assert all(path.name in fault.message and fault.hint for fault in refused)
-
-
-@pytest.mark.parametrize("keep", [18, 40, 200, -10])
-def test_truncated_old_torch_file_is_named(tmp_path: Path, keep: int) -> None:
-    path = tmp_path / "w.pth"
-    torch.save({"a": torch.arange(600.0)}, path, _use_new_zipfile_serialization=False)
-    path.write_bytes(path.read_bytes()[:keep])
-    assert "is truncated" in refusal(path)
-
-
-def test_trailing_bytes_behind_old_torch_file_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "w.pth"
-    torch.save({"a": torch.arange(600.0)}, path, _use_new_zipfile_serialization=False)
-    path.write_bytes(path.read_bytes() + b"xyz")
-    assert "has 3 trailing bytes" in refusal(path)
-
-
-class Malicious:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.target),)
-
-
-@pytest.mark.parametrize("form", ["zip", "old", "plain"])
-def test_malicious_pickle_is_not_executed(tmp_path: Path, form: str) -> None:
-    target = tmp_path / "executed"
-    folder = tmp_path / "in"
-    folder.mkdir()
-    path = folder / "w.pth"
-    content = {"a": torch.ones(1), "b": Malicious(target)}
-    if form == "plain":
-        path.write_bytes(pickle.dumps({"b": Malicious(target)}))
-    else:
-        torch.save(content, path, _use_new_zipfile_serialization=form == "zip")
-    message = refusal(path)
-    assert "never loaded" in message
-    assert form == "plain" or f"found {os.mkdir.__module__}.mkdir" in message
-    assert not target.exists()
-    pickle.loads(pickle.dumps(Malicious(target)))  # the attack itself works
-    assert target.exists()
-
-
-def test_malicious_pickle_is_not_executed_when_torch_is_told_to_trust(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    path = tmp_path / "w.pth"
-    torch.save({"a": torch.ones(1), "b": Malicious(tmp_path / "executed")}, path)
-    assert "never loaded" in refusal(path)
-    assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ({"epoch": 3, "lr": 0.1}, "found epoch, lr; expected tensors at the top, or a flat dict of them at"),
-        ({}, "found nothing"),
-        ({"model": {"encoder": {"w": torch.ones(1)}}}, "found model"),
-        ({0: torch.ones(1)}, "found 0"),
-        ([1, 2], "found a list; expected a dict of tensors"),
-        (torch.ones(3), "found a Tensor; expected a dict of tensors"),
-    ],
-)
-def test_torch_file_without_named_tensors_is_refused(tmp_path: Path, content: Any, expected: str) -> None:
-    torch.save(content, tmp_path / "w.pth")
-    message = refusal(tmp_path / "w.pth")
-    assert "holds no tensors by name" in message
-    assert expected in message
-
-
-def test_sparse_tensor_is_named(tmp_path: Path) -> None:
-    torch.save({"a": torch.eye(3).to_sparse()}, tmp_path / "w.pth")
-    assert "tensor a isn't a plain dense tensor" in refusal(tmp_path / "w.pth")
-
-
-def test_safetensors_named_torch_is_told_apart(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(1)}, tmp_path / "w.pth")
-    assert "holds safetensors data" in refusal(tmp_path / "w.pth")
-
-
-def test_text_named_torch_is_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "w.pth").write_text("<html>404</html>")
-    assert "isn't a torch file: found magic b'<html>40'" in refusal(tmp_path / "w.pth")
 
 
 # Shards

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,9 @@ from toprovar.tools.sweep import (
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "data" / "toprovar_demo_sweep.json"
+TABLE = RESULTS.with_suffix(".md")
 PAGE = ROOT / "docs" / "calibration.md"
+SHOWN_GROUPS = ("exit", "fitted", "combined", "ranking")  # on the page; the rest is in TABLE
 PROMPT = "red apple on white"
 
 
@@ -286,12 +289,30 @@ def test_calibration_of_other_weights_is_refused(demo, calibration, tmp_path):
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def test_table_of_the_page_is_the_file_s():
-    done = CliRunner().invoke(sweep.app, ["--table", str(RESULTS)])
-    assert done.exit_code == 0, done.output
-    assert done.stdout == markdown_table(read_json(RESULTS))
-    assert done.stdout in PAGE.read_text(encoding="utf-8")
+def test_tables_of_the_docs_are_the_file_s():
+    page = [part for name in SHOWN_GROUPS for part in ("--group", name)]
+    for options, place in (([], TABLE), (page, PAGE)):
+        done = CliRunner().invoke(sweep.app, ["--table", str(RESULTS), *options])
+        assert done.exit_code == 0, done.output
+        assert len(done.stdout.splitlines()) > 10
+        assert done.stdout in place.read_text(encoding="utf-8")
 
 
 def test_results_were_measured_on_the_packaged_weights(demo):
     assert read_json(RESULTS)["model"]["weights_sha256"] == demo.weights_sha256
+
+
+def numbers_in(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for part in value for number in numbers_in(part)]
+    return [abs(value)] if isinstance(value, float) else []
+
+
+def test_numbers_in_the_page_s_text_are_in_the_file():
+    document = read_json(RESULTS)
+    text = PAGE.read_text(encoding="utf-8").replace(markdown_table(document, SHOWN_GROUPS), "")
+    quoted = set(re.findall(r"\b0\.\d{3}\b", text))
+    assert len(quoted) > 20
+    assert quoted <= {f"{number:.3f}" for number in numbers_in(document)}

@@ -10,11 +10,13 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from toprovar.exporter.demo.text_encoder import load_text_encoder
+from toprovar.exporter.checkpoints import open_checkpoint
+from toprovar.exporter.demo.text_encoder import text_encoder_from_weights
 from toprovar.exporter.infinity.tokenizer import quantise_residual
 from toprovar.exporter.schedules import schedule_for
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.word_tokenizer import WordTokenizer, vocabulary_from_texts
+from toprovar.runtime.json_files import read_json
+from toprovar.runtime.word_tokenizer import WordTokenizer, tokenizer_from_document, vocabulary_from_texts
 from toprovar.tools.train_demo import captions, finish, state, tokenizer_stage, train, transformer_stage
 from toprovar.tools.train_demo.bank import CAPTIONS_PER_SCENE, Bank, build_bank, mask_of
 from toprovar.tools.train_demo.captions import COLOURS, Concept, Scene
@@ -189,8 +191,9 @@ def test_tokenizer_trains_saves_and_packs(tmp_path: Path, sprites: Sprites, word
     images = {"single": composer.draw([SceneSampler(sprites.concepts).draw("single", random.Random(0))])}
     facts = finish.write_demo(tmp_path / "demo", model, tokenizer, words, SCHEDULE, images, {"seed": "1"})
     assert facts["decoder_dtype"] in ("int8", "fp16")
-    encoder, read_words = load_text_encoder(tmp_path / "demo")
-    assert read_words.vocabulary == words.vocabulary
+    encoder = text_encoder_from_weights(dict(open_checkpoint(tmp_path / "demo" / finish.WEIGHTS_FILE).tensors))
+    vocabulary = read_json(tmp_path / "demo" / finish.VOCABULARY_FILE)
+    assert tokenizer_from_document(vocabulary, "vocabulary").vocabulary == words.vocabulary
     ids = torch.tensor([[4, 5, 2]])
     with torch.no_grad():
         torch.testing.assert_close(encoder(ids, ids != 0), model.text(ids, ids != 0))
