@@ -47,7 +47,7 @@ TEMPLATES = _templates()  # height / width -> the 13 maps of the 1M budget
 def nearest_template(aspect: float) -> str:
     """Name of the template whose height/width is nearest to `aspect` (plain difference, as the reference)."""
     if not 0 < aspect < float("inf"):
-        raise ToprovarError(f"aspect {aspect} is not a positive number", "give height over width, such as 1.5 or 3:2")
+        raise ToprovarError(f"aspect {aspect} is not a positive number", "give height over width, such as 1.5")
     return min(TEMPLATES, key=lambda name: abs(float(name) - aspect))
 
 

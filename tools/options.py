@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance, per_scale
+from toprovar.tools import console
 
 if TYPE_CHECKING:
     from toprovar.exporter.model import Model
@@ -55,8 +56,16 @@ def guidance_with(base: Guidance, cfg: str | None, tau: str | None) -> Guidance:
 
 
 def schedule_with(model: Model, aspect: float | None, budget: str | None) -> Schedule:
-    """The model's schedule, or that of another aspect or budget."""
-    from toprovar.exporter.schedules import schedule_for
+    """The model's schedule, or that of another aspect or budget; says which template an aspect fell on."""
+    from toprovar.exporter.schedules import nearest_template, schedule_for
 
     settings = model.settings
-    return schedule_for(settings.aspect if aspect is None else aspect, settings.budget if budget is None else budget)
+    schedule = schedule_for(
+        settings.aspect if aspect is None else aspect, settings.budget if budget is None else budget
+    )
+    if aspect is not None:
+        height, width = schedule[-1]
+        console.say(
+            f"aspect {aspect:g}: template {nearest_template(aspect)} (height over width), {height}x{width} tokens"
+        )
+    return schedule

@@ -33,8 +33,9 @@ from toprovar.runtime.version import VERSION
 AMBIGUOUS_SHARE = 0.2  # a layer whose class flips in more than this share of prompts stays dense
 PLAUSIBLE_TAU = (0.3, 0.55)  # around the paper's 0.4
 PAPER_SKIPPED_SCALES = 2
-FEWEST_GLOBAL_SHARE = 3 / 16  # six of 32 layers explain the paper's 2B timings (methods.md 2.6)
+FEWEST_GLOBAL_SHARE = 1 / 10  # four of 40 layers explain the paper's 8B timings (methods.md 2.6)
 BISECTIONS = 24
+STRONGEST = 3.0
 
 
 @dataclass(frozen=True)
@@ -126,14 +127,14 @@ def reach_target(stats: Statistics, backbone: Backbone, settings: MethodSettings
     """The gentlest settings whose plan saves `target` times the work, in this order of preference:
 
     the latest D that can reach it (coarse scales cost little and add most), then as many Global layers as can, then the
-    largest beta, then, where even beta = 0 is not enough, the smallest alpha_max. On the demo model hard pruning of few
-    layers kept more of the picture than gentle pruning of many (docs/calibration.md).
+    largest beta, then, where even beta = 0 is not enough, the smallest alpha_max, then the smallest floor of phi. On the
+    demo model a late D kept the most of the picture at equal work (docs/calibration.md).
 
     Raises: ToprovarError naming the speed-up that is in reach.
     """
     settings = replace(settings, target_speedup=None)
     base = fit_layers(stats.singular_ratio, settings.global_layers, settings.beta)
-    fewest = max(1, math.ceil(stats.layers * FEWEST_GLOBAL_SHARE))
+    fewest = max(1, int(stats.layers * FEWEST_GLOBAL_SHARE))
     most = max(fewest, int((~base.is_detail).sum()))
     fitted = fit_depth(stats, settings).value
     last = len(stats.schedule) - 2
@@ -141,19 +142,20 @@ def reach_target(stats: Statistics, backbone: Backbone, settings: MethodSettings
     layer_counts = [settings.global_layers] if settings.global_layers is not None else range(most, fewest - 1, -1)
 
     def at(depth: int | None, count: int | None, strength: float) -> MethodSettings:
-        """strength 0..1 lowers beta to 0, 1..2 raises alpha_max to 1."""
+        """strength 0..1 lowers beta to 0, 1..2 raises alpha_max to 1, 2..3 raises phi's floor to 1."""
         beta = base.beta * max(0.0, 1 - strength)
-        alpha = settings.alpha_max + (1 - settings.alpha_max) * max(0.0, strength - 1)
-        return replace(settings, scale_depth=depth, global_layers=count, beta=beta, alpha_max=alpha)
+        alpha = settings.alpha_max + (1 - settings.alpha_max) * min(max(0.0, strength - 1), 1.0)
+        floor = settings.phi_floor + (1 - settings.phi_floor) * max(0.0, strength - 2)
+        return replace(settings, scale_depth=depth, global_layers=count, beta=beta, alpha_max=alpha, phi_floor=floor)
 
     best = 1.0
     for depth in depths:
         for count in layer_counts:
-            reached = _plan(stats, backbone, at(depth, count, 2.0)).tle_speedup
+            reached = _plan(stats, backbone, at(depth, count, STRONGEST)).tle_speedup
             best = max(best, reached)
             if reached < target:
                 continue
-            low, high = 0.0, 2.0
+            low, high = 0.0, STRONGEST
             for _ in range(BISECTIONS):
                 middle = (low + high) / 2
                 if _plan(stats, backbone, at(depth, count, middle)).tle_speedup >= target:
@@ -192,7 +194,7 @@ def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Pl
     sources: dict[int, dict[int, int]] = {}
     for k in range(first_pruned, last_scale):
         tokens = schedule[k][0] * schedule[k][1]
-        growth = (k + 1) / last_scale  # phi(s) = s / S_max, s counted from 1
+        growth = max((k + 1) / last_scale, settings.phi_floor)  # phi(s) = s / S_max, s counted from 1
         counts, source = [], {}
         last_dense = 0
         for layer in range(layers):
