@@ -127,8 +127,8 @@ def reach_target(stats: Statistics, backbone: Backbone, settings: MethodSettings
     """The gentlest settings whose plan saves `target` times the work, in this order of preference:
 
     the latest D that can reach it (coarse scales cost little and add most), then as many Global layers as can, then the
-    largest beta, then, where even beta = 0 is not enough, the smallest alpha_max, then the smallest floor of phi. On the
-    demo model a late D kept the most of the picture at equal work (docs/calibration.md).
+    largest beta, then, where even beta = 0 is not enough, the smallest alpha_max, then the smallest floor of phi.
+    On the demo model a late D kept the most of the picture at equal work (docs/calibration.md).
 
     Raises: ToprovarError naming the speed-up that is in reach.
     """
