@@ -1,6 +1,6 @@
 """The numbers ToProVAR reads off attention entropy: skewness per scale, spectrum per layer, and two fits.
 
-Source: ToProVAR eq. 3 (rho), eq. 4 (R); defaults where the paper is silent: methods.md 2.3-2.4.
+Source: ToProVAR eq. 3 (rho), eq. 4 (R); defaults where the paper is silent: docs/calibration.md.
 """
 
 from __future__ import annotations

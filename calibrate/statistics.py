@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from toprovar.exporter.model import Model
 
 STATS_SCHEMA_VERSION = 1
-REPRESENTATIVE_SCALE = 5  # s = 6 counted from 1, where ToProVAR reads the layer score (methods.md 2.4)
+REPRESENTATIVE_SCALE = 5  # s = 6 counted from 1, where ToProVAR reads the layer score (section 5.3)
 MAX_PROMPTS_BYTES = 64 * 2**20
 SHOWN_PROMPTS = 4  # prompts whose entropy maps and pictures are kept for the report
 # what reading a damaged .npz file raises
@@ -74,7 +74,7 @@ class Statistics:
 
 
 def guard_scale(schedule: Schedule) -> int:
-    """First scale whose longer side is at least 3/8 of the last one's (methods.md 2.3)."""
+    """First scale whose longer side is at least 3/8 of the last one's: 24x24 of 64x64, 12x12 of 32x32."""
     last = max(schedule[-1])
     return next(k for k, size in enumerate(schedule) if max(size) * 8 >= last * 3)
 

@@ -1,6 +1,6 @@
 """Resizes as constant matrices: every size is known beforehand, and runtimes disagree about Resize.
 
-Source: models.md 5 (every resize is separable); equal to PyTorch's interpolate up to rounding.
+Every resize of these models is separable; the matrices equal PyTorch's interpolate up to rounding.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scale schedules of Infinity: which token maps are drawn, for every aspect template and pixel budget.
 
-Source: models.md 1.3 (Infinity, dynamic resolution).
+Source: FoundationVision/Infinity, infinity/utils/dynamic_resolution.py.
 """
 
 from __future__ import annotations

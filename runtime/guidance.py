@@ -1,6 +1,6 @@
 """Classifier-free guidance and sampling temperature, per scale.
 
-Source: models.md 1.7. `cfg*c + (1-cfg)*u` on logits that were divided by tau; insertion lists say
+Source: Infinity (arXiv 2412.04431). `cfg*c + (1-cfg)*u` on logits that were divided by tau; insertion lists say
 where rows are mixed.
 """
 

@@ -1,7 +1,7 @@
 """The plan: everything a method decided, as data. Exporter and runtime know this schema and no method names.
 
 A plan says, per scale and layer, how many tokens run; where the score that ranks them comes from; what pruned positions
-get; and which scales are skipped. Source: methods.md 10.
+get; and which scales are skipped.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Scale: pruning may start after the depth D at which the share of low-entropy tokens crosses tau. Layer: sigma1/sigma2 of
 the entropy map splits layers into Global (dense) and Detail (prunable). Token: Detail layers keep the tokens of lowest
-entropy, as many as the expected-count rule says. What the paper leaves open is decided in methods.md 2 and named below.
+entropy, as many as the expected-count rule says. What the paper leaves open is listed in docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from toprovar.runtime.version import VERSION
 AMBIGUOUS_SHARE = 0.2  # a layer whose class flips in more than this share of prompts stays dense
 PLAUSIBLE_TAU = (0.3, 0.55)  # around the paper's 0.4
 PAPER_SKIPPED_SCALES = 2
-FEWEST_GLOBAL_SHARE = 1 / 10  # four of 40 layers explain the paper's 8B timings (methods.md 2.6)
+FEWEST_GLOBAL_SHARE = 1 / 10  # four of 40 layers explain the paper's 8B timings
 BISECTIONS = 24
 STRONGEST = 3.0
 

@@ -68,7 +68,8 @@ class InfinityConfig:
         )
 
 
-# The published models (models.md 1.1); `infinity-2b` and `infinity-8b` also name full-size graphs without weights.
+# The published models (FoundationVision/Infinity, tools/run_infinity.py). The names also stand for full-size graphs
+# without weights.
 PUBLISHED = {
     "infinity-2b": InfinityConfig(32, 2048, 16, 8192, 2048, 32, False, 16, 8),
     "infinity-8b": InfinityConfig(40, 3584, 28, 14336, 2048, 56, True, 16, 8),

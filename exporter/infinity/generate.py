@@ -1,6 +1,7 @@
 """The generation loop in PyTorch, dense or by a plan: reference for the exported graphs and ground for calibration.
 
-Source: models.md 1.7; planned execution: methods.md 1.3 and 2.6.
+Source: Infinity (arXiv 2412.04431), FoundationVision/Infinity, autoregressive_infer_cfg; planned execution is ours
+(docs/calibration.md).
 """
 
 from __future__ import annotations

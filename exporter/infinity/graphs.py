@@ -2,7 +2,8 @@
 
 A step is a pure function with static shapes. Activations are time-major [L, R, C], so that new keys and values are
 outputs in cache layout and a token gate is one gather. The block is written once, in `_block`; dense, gated and skipped
-layers differ in what they pass to it. Source: models.md 1.5-1.8 and 5, methods.md 1.3, tensorrt.md 4-5.
+layers differ in what they pass to it. The arithmetic is that of transformer.py, generate.py and tokenizer.py; inputs
+and outputs are described in docs/bundle.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Two-dimensional rotary positions of Infinity.
 
 Positions always come from the 1M schedule of the aspect template, and are rounded half to even in float32: some
-half-way cases come out differently in float64. Source: models.md 1.4.
+half-way cases come out differently in float64.
+Source: Infinity (arXiv 2412.04431), FoundationVision/Infinity, dynamic_resolution.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Convolutions, group norm of 32, swish; no attention. Parameter names are those of the published tokenizers.
 An optional RGB shortcut (present iff the file holds `rgb_shortcut.*`) adds the image's 8x8 means to the latent and
 gives them back to the picture; the demo tokenizer uses it (MODEL_CARD.md says what it gains).
-Source: models.md 1.7 (latent), 1.8 (decoder, encoder loop).
+Source: FoundationVision/Infinity, infinity/models/bsq_vae (decoder, encoder, residual loop).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Parameter names are those of published checkpoints, so that a state dict loads as it is. The arithmetic is fp32 wherever
 the reference is (norms, q/k normalisation, rotation, head). Keys and values are time-major [S, R, H, D], as in the
-runtime. Source: models.md 1.5-1.7.
+runtime. Source: Infinity (arXiv 2412.04431), FoundationVision/Infinity, infinity/models.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Matrices are stored [in, out]; the packed q/k/v projection has its bias in one piece and its q and k rows permuted
 inside each head, so that rotation pairs lie half-split (q.k and the norms do not notice a common permutation); the
-learned attention factor is exponentiated; the AdaLN packs carry the "1 +" of their scales. Source: models.md 5,
-tensorrt.md 4.2.
+learned attention factor is exponentiated; the AdaLN packs carry the "1 +" of their scales.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     indices [count] int64
 
 The second TopK sorts the chosen positions; they pass through float32, exact below 2^24, since some hosts have no
-TopK of integers. Source: methods.md 1.3 (selection).
+TopK of integers.
 """
 
 from __future__ import annotations

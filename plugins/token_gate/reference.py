@@ -1,7 +1,6 @@
 """Token gate: the n tokens with the lowest score, in order of position.
 
 Ties go to the smaller index and the result is sorted, so that gathers are coalesced and every backend agrees.
-Source: methods.md 1.3 (selection).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from toprovar.exporter.schedules import (
 )
 from toprovar.runtime.errors import ToprovarError
 
-# models.md 1.3: tokens at 0.06M, 0.25M, 0.60M, 1M and pixels (height, width) at 1M.
+# Tokens at 0.06M, 0.25M, 0.60M, 1M and pixels (height, width) at 1M.
 PUBLISHED = {
     "1.000": ((521, 2521, 6425, 10521), (1024, 1024)),
     "1.250": ((614, 2814, 6854, 10774), (1120, 896)),

@@ -1,6 +1,6 @@
 """Infinity once more, in plain float64 NumPy: slow, short and separate, to hold the other implementations against.
 
-Nothing here is shared with the project's own code. Every step is written the way models.md 1.4-1.7 states it: one row,
+Nothing here is shared with the project's own code. Every step is written the way the reference states it: one row,
 one head, one cell at a time. Only the rotation angles are float32, because positions are defined there by float32
 rounding. `write_fixture` stores a run in the format of the parity files.
 """
@@ -473,7 +473,7 @@ def convolve(x: Array, weight: Array, bias: Array, stride: int = 1) -> Array:
 
 
 class ReferenceTokenizer:
-    """Decoder and encoder of models.md 1.8. weights by published name; widths per level; res_blocks of the encoder."""
+    """Decoder and encoder. weights by published name; widths per level; res_blocks of the encoder."""
 
     def __init__(self, weights: dict[str, Array], widths: tuple[int, ...], res_blocks: int = 2) -> None:
         self.w = {name: array.astype(np.float64) for name, array in weights.items()}
