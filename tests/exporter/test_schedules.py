@@ -73,7 +73,7 @@ def test_nearest_template_is_by_plain_difference(aspect: float, name: str) -> No
 def test_aspect_must_be_positive(aspect: float) -> None:
     with pytest.raises(ToprovarError, match="not a positive number") as caught:
         schedule_for(aspect)
-    assert "3:2" in caught.value.hint
+    assert "height over width" in caught.value.hint
 
 
 def test_unknown_budget_is_an_error_with_the_known_ones() -> None:
