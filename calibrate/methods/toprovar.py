@@ -183,6 +183,8 @@ def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Pl
     spread = [d for d in depth.per_prompt if d is not None]
     if len(spread) > 1 and np.subtract(*np.percentile(spread, [75, 25])) > 1:
         warnings.append("scale depth D varies by more than one scale between prompts (inter-quartile range)")
+    if fit.beta == 0:
+        warnings.append("beta is 0 to reach the target: R grades no layer, all Detail layers are pruned alike")
     is_detail = fit.is_detail.copy()
     if is_detail[0]:
         is_detail[0] = False  # the first layer ranks the tokens for those behind it

@@ -11,7 +11,7 @@ from command_line import call, done, listing, refusal, write_model
 from conftest import tiny_model
 from safetensors.torch import load_file, save_file
 
-from toprovar.exporter import bundle_writer
+from toprovar.exporter.output_folder import replacing
 from toprovar.runtime import json_files
 
 
@@ -521,7 +521,7 @@ def test_exports_to_one_folder_at_once_leave_one_whole_bundle(tmp_path):
         try:
             start.wait()
             for _ in range(25):
-                with bundle_writer._replacing(out, True) as folder:
+                with replacing(out, True) as folder:
                     for name in ("a", "b", "c"):
                         (folder / name).write_text(str(number))
                     facts = {"schema_version": 1, "tool_version": "", "files": {name: {} for name in "abc"}}

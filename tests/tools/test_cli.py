@@ -286,7 +286,7 @@ def interrupt(*arguments, **options):
         ("calibrate", "os.replace"),
         ("export", "toprovar.exporter.bundle_writer.BundleGraphs.step"),
         ("export", "toprovar.exporter.bundle_writer.sha256_of"),
-        ("export", "toprovar.exporter.bundle_writer._take_place"),
+        ("export", "toprovar.exporter.output_folder._take_place"),
         ("run", "toprovar.runtime.pipeline.uniform_noise"),
         ("run", "os.replace"),
         ("bench", "toprovar.runtime.pipeline.uniform_noise"),
