@@ -121,8 +121,9 @@ def run_calibration(request: CalibrationRequest) -> Plan:
     model = load_model(request.model, request.tokenizer)
     stats = gather(request, model)
     plan = fit_and_write(request, model, stats)
+    depth = "" if plan.D.value is None else f"D = {plan.D.value}, "
     console.say(
-        f"wrote {request.out}/plan.json (D = {plan.D.value}, TLE {plan.tle_speedup:.2f} times less) and report.html "
+        f"wrote {request.out}/plan.json ({depth}TLE {plan.tle_speedup:.2f} times less) and report.html "
         f"in {time.perf_counter() - started:.0f}s; "
         f"next: toprovar-export {console.quoted(request.model)} "
         f"--plan {console.quoted(request.out / 'plan.json')} -o bundle"
