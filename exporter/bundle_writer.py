@@ -14,11 +14,13 @@ import numpy as np
 
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.output_folder import replacing
+from toprovar.exporter.weights_file import WEIGHTS_FILE, WeightsLayout, WeightSpec, layout_weights, write_weights
 from toprovar.runtime.bundle import sha256_of
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.json_files import write_json
 from toprovar.runtime.manifest import (
+    COMPUTE_DTYPES,
     MANIFEST_FILE,
     FileFacts,
     Graph,
@@ -34,12 +36,10 @@ if TYPE_CHECKING:
     from toprovar.exporter.graph_builder import GraphBuilder
     from toprovar.exporter.infinity.graphs import StepOptions
     from toprovar.exporter.model import Model
-    from toprovar.exporter.weights_file import WeightsLayout
 
 PLAN_FILE = "plan.json"
 GRAPHS_FILE = "graphs.json"
 VOCABULARY_FILE = "vocabulary.json"
-WEIGHTS_FILE = "weights.safetensors"
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,12 @@ class BundleGraphs:
 
     def __init__(self, model: Model, plan: Plan, options: StepOptions) -> None:
         from toprovar.exporter.infinity.weights import compute_dtype_of
-        from toprovar.exporter.weights_file import WeightSpec, layout_weights
 
         _check_tables(model, plan, options)
         self.model, self.plan, self.options = model, plan, options
         self.dense = dense_plan(plan.backbone, plan.schedule)
         self.thunks = model.exported_weights(plan.schedule)
-        compute = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}[options.compute]
+        compute = COMPUTE_DTYPES[options.compute]
         self.dtypes = {
             name: "F32" if name.startswith(("decoder.", "rgb_", "text_encoder.")) else compute_dtype_of(name, compute)
             for name in self.thunks
@@ -202,8 +201,6 @@ def export_bundle(
 def _write(
     graphs: BundleGraphs, folder: Path, guidance: Guidance, on_progress: Callable[[str, int, int], None]
 ) -> Manifest:
-    from toprovar.exporter.weights_file import write_weights
-
     model, plan, options = graphs.model, graphs.plan, graphs.options
     variants = graphs.variants()
     unique = {file: (step_plan, scale) for steps in variants.values() for file, step_plan, scale in steps}

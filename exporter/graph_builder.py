@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from toprovar.exporter.weights_file import WeightsLayout
+from toprovar.exporter.weights_file import WEIGHTS_FILE, WeightsLayout
 from toprovar.plugins.entropy_attention.function import (
     DOMAIN,
     PLUGIN_VERSION,
@@ -22,11 +22,10 @@ from toprovar.plugins.entropy_attention.function import (
     entropy_attention_function,
 )
 from toprovar.plugins.token_gate.function import token_gate_function
-from toprovar.runtime.manifest import TensorFacts
+from toprovar.runtime.manifest import COMPUTE_DTYPES, TensorFacts
 
 OPSET = 20
 IR_VERSION = 10
-WEIGHTS_FILE = "weights.safetensors"
 DTYPES = {
     "F32": ir.DataType.FLOAT,
     "F16": ir.DataType.FLOAT16,
@@ -36,7 +35,6 @@ DTYPES = {
     "I32": ir.DataType.INT32,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-COMPUTE_DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 FUNCTIONS = {
     "CachedAttention": cached_attention_function,
     "EntropyAttention": entropy_attention_function,
@@ -84,6 +82,8 @@ class GraphBuilder:
         key = name
         if rows is not None:
             start, end = rows
+            if not 0 <= start < end <= shape[0]:
+                raise ValueError(f"rows {start}:{end} of {name} are outside its {shape[0]} rows")
             row_bytes = spec.size_bytes // shape[0]
             shape, offset = (end - start, *shape[1:]), offset + start * row_bytes
             key = f"{name}[{start}:{end}]"

@@ -176,7 +176,7 @@ def _model_file(model: str) -> tuple[str, Path, ModelFile] | None:
     )
 
 
-def load_model(model: str, tokenizer: str | None = None, settings: ModelFile | None = None) -> Model:
+def load_model(model: str, tokenizer: str | None = None) -> Model:
     """Loads a model by name, model.json or checkpoint path.
 
     model:     "demo", a folder with model.json, or a checkpoint (file, index, folder)
@@ -186,9 +186,7 @@ def load_model(model: str, tokenizer: str | None = None, settings: ModelFile | N
     require_torch()
     named = _model_file(model)
     if named is None:
-        base = ModelFile(transformer=model, tokenizer=tokenizer)
-        name, folder, facts = Path(model).name, Path(), settings or base
-        facts = replace_files(facts, base)
+        name, folder, facts = Path(model).name, Path(), ModelFile(transformer=model, tokenizer=tokenizer)
     else:
         name, folder, facts = named
         if tokenizer is not None:
@@ -197,10 +195,6 @@ def load_model(model: str, tokenizer: str | None = None, settings: ModelFile | N
                 "leave --tokenizer out, or name the transformer's checkpoint itself",
             )
     return _load(name, folder, facts)
-
-
-def replace_files(settings: ModelFile, files: ModelFile) -> ModelFile:
-    return settings.model_copy(update={"transformer": files.transformer, "tokenizer": files.tokenizer})
 
 
 def _load(name: str, folder: Path, facts: ModelFile) -> Model:

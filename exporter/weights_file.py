@@ -8,8 +8,7 @@ starts at a multiple of 64 bytes.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 
 from toprovar.runtime.errors import ToprovarError
 
+WEIGHTS_FILE = "weights.safetensors"
 ALIGNMENT = 64
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1}
 
@@ -67,35 +67,21 @@ def layout_weights(specs: Mapping[str, WeightSpec]) -> WeightsLayout:
     return WeightsLayout({name: specs[name] for name in order}, offsets, header)
 
 
-def write_weights(
-    path: Path,
-    layout: WeightsLayout,
-    tensor: Callable[[str], np.ndarray],
-    on_progress: Callable[[int], None] = lambda size_bytes: None,
-) -> None:
-    """Streams the tensors in layout order under a temporary name, then renames.
+def write_weights(path: Path, layout: WeightsLayout, tensor: Callable[[str], np.ndarray]) -> None:
+    """Streams the tensors in layout order into a file of a folder that is not published yet (output_folder.py).
 
     tensor: gives the array of a name; bf16 as uint16 bits.
-    Raises: ToprovarError if an array does not fit its place or the disk is full.
+    Raises: ToprovarError if the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        with open(path, "wb") as file:
             file.write(layout.header)
             for name, spec in layout.specs.items():
                 array = np.ascontiguousarray(tensor(name))
                 if array.nbytes != spec.size_bytes or tuple(array.shape) != spec.shape:
                     raise AssertionError(f"{name}: {array.shape} {array.dtype} does not fit {spec}")
                 file.write(array.reshape(-1).view(np.uint8).data)
-                on_progress(spec.size_bytes)
-        os.replace(temporary, path)
     except OSError as error:
         raise ToprovarError(
             f"{path} cannot be written: {error.strerror}", f"{layout.size_bytes} bytes are needed; choose another --out"
         ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def names(layout: WeightsLayout) -> Iterable[str]:
-    return layout.specs.keys()

@@ -13,11 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
-from toprovar.runtime.backends.onnxruntime import NUMPY_DTYPES
 from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
-from toprovar.runtime.manifest import Graph, Step, TensorFacts
+from toprovar.runtime.manifest import COMPUTE_DTYPES, NUMPY_DTYPES, Graph, Step, TensorFacts
 from toprovar.runtime.noise import check_seed, uniform_noise
 from toprovar.runtime.text import EncodedPrompt, TextEncoder
 
@@ -46,7 +45,7 @@ class StepRecord:
 
 @dataclass
 class Result:
-    """image: [3h, 3w... ] uint8 [H, W, 3], or None without a decoder; codes [d, h, w]; bits per scale [N, bits]."""
+    """image: uint8 [H, W, 3], or None without a decoder; codes [d, h, w]; bits per scale [N, bits] uint8."""
 
     image: np.ndarray | None
     codes: np.ndarray
@@ -195,7 +194,7 @@ class _Run:
         self.limit = np.array([guidance.bit_limit], np.float32)
         layers = manifest.model.layers
         shape = (manifest.rows, manifest.model.heads, manifest.model.width // manifest.model.heads)
-        dtype = np.float16 if manifest.compute == "fp16" else np.float32
+        dtype = NUMPY_DTYPES[COMPUTE_DTYPES[manifest.compute]]
         totals = [sum(step.counts[layer] for step in steps[:-1]) for layer in range(layers)]
         self.cache = {kind: [np.empty((max(total, 1), *shape), dtype) for total in totals] for kind in ("k", "v")}
         self.filled = [0] * layers

@@ -10,10 +10,9 @@ import re
 from collections.abc import Mapping
 
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.manifest import Graph, Manifest, Step, TensorFacts
+from toprovar.runtime.manifest import COMPUTE_DTYPES, Graph, Manifest, Step, TensorFacts
 
 _LAYERED = re.compile(r"([kv]_past|[kv]_new|residual|entropy)_(\d{2,4})")
-_COMPUTE = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 HINT = "export the bundle again; a manifest is not meant to be edited by hand"
 
 
@@ -71,7 +70,7 @@ def _check_step(
     manifest: Manifest, step: Step, filled: list[int], residuals: Mapping[str, TensorFacts], is_last: bool
 ) -> None:
     model, graph = manifest.model, step.graph
-    cache = _COMPUTE[manifest.compute]
+    cache = COMPUTE_DTYPES[manifest.compute]
     head = (manifest.rows * manifest.images, model.heads, model.width // model.heads)
     draws, one = (step.tokens, manifest.images, model.bits), _facts("F32", 1)
     codes = _facts("F32", manifest.images, *manifest.code_shape)

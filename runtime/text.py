@@ -21,7 +21,7 @@ log = logging.getLogger("toprovar")
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """kept, total: tokens that fit and tokens the prompt has; unknown: words outside the vocabulary."""
+    """kept, total: tokens that fit, and tokens the prompt has."""
 
     text: str
     kept: int

@@ -7,7 +7,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch is loaded
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,6 @@ from toprovar.runtime.plan import Plan, Restore, Score
 SCHEDULE = tuple((side, side) for side in (1, 2, 4, 8, 16, 20))  # 256 and 400 tokens at the end: large enough to prune
 WORDS = ["<pad>", "<unk>", "<end>", "red", "green", "apple", "dog", "house", "on", "white"]
 GUIDANCE = Guidance(cfg=(2.5,) * len(SCHEDULE), tau=(0.8,) * len(SCHEDULE))
-FIXTURES = Path(__file__).parent.parent.parent / "shared" / "fixtures"
 
 
 def tiny_model(seed: int = 0, **changes):

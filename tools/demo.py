@@ -150,12 +150,7 @@ def _ignore(value: object) -> None:
 def _export(model: Model, calibration: Path, folder: Path) -> None:
     plan = load_plan(calibration / "plan.json")
     guidance = model.guidance()
-    options = StepOptions(
-        rows=2 if guidance.uses_unconditional_row else 1,
-        text_tokens=model.settings.text_tokens,
-        mixes_logits=guidance.mixes_logits,
-        mixed_layers=guidance.mixed_layers(model.config.depth),
-    )
+    options = StepOptions.for_guidance(guidance, model.config.depth, model.settings.text_tokens)
     with console.progress("export") as advance:
         export_bundle(
             model, folder, guidance, options, plan, on_progress=lambda what, done, total: advance(done, total)

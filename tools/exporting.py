@@ -56,13 +56,8 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
         if plan.backbone.weights_sha256 not in ("", model.weights_sha256):
             console.say("warning: the plan was calibrated on other weights of the same shape")
     guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
-    options = StepOptions(
-        rows=2 if guidance.uses_unconditional_row else 1,
-        text_tokens=request.text_tokens or model.settings.text_tokens,
-        compute=request.dtype,
-        mixes_logits=guidance.mixes_logits,
-        mixed_layers=guidance.mixed_layers(model.config.depth),
-    )
+    text_tokens = request.text_tokens or model.settings.text_tokens
+    options = StepOptions.for_guidance(guidance, model.config.depth, text_tokens, request.dtype)
     if not needs_weights:
         graphs = BundleGraphs(model, plan or dense_plan(model.backbone, schedule), options)
         if request.dry_run:

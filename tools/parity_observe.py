@@ -107,7 +107,7 @@ def _run_steps(
     bundle: Bundle, backend: OnnxRuntimeBackend, run: RecordedRun, rows: np.ndarray, valid: np.ndarray
 ) -> Arrays:
     """Drives the dense steps of any number of images."""
-    from toprovar.runtime.backends.onnxruntime import NUMPY_DTYPES
+    from toprovar.runtime.manifest import NUMPY_DTYPES
 
     manifest = bundle.manifest
 

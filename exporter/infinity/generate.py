@@ -129,6 +129,7 @@ def generate(
         sources = plan.score.source_layer.get(scale, {}) if plan else {}
         wanted = {*entropy_layers, *sources.values()}
         restored = set(plan.restored_layers(scale)) if plan else set()
+        left_behind = plan.residual_layers(scale) if plan else []
         for layer, block in enumerate(model.layers):
             before = x
             gated = layer in sources and (keep[layer] < L or gate_whole_layers)
@@ -151,7 +152,7 @@ def generate(
                 if out.entropy_nats is not None:
                     run.entropy[scale, layer] = out.entropy_nats
                 x = out.x
-            if plan and layer in plan.residual_layers(scale):
+            if layer in left_behind:
                 residuals[layer] = x - before
             watch(f"block{layer}", scale, x)
             watch(f"k{layer}", scale, cache.k[layer])

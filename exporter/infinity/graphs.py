@@ -21,6 +21,7 @@ from toprovar.exporter.resize_matrices import resize_pair
 from toprovar.exporter.schedules import Schedule
 from toprovar.exporter.weights_file import WeightsLayout
 from toprovar.runtime.errors import ToprovarError
+from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.plan import Plan
 
 INT32 = ir.DataType.INT32.value
@@ -48,6 +49,17 @@ class StepOptions:
     watched: Collection[str] = ()
     gate_whole_layers: bool = False
     images: int = 1
+
+    @classmethod
+    def for_guidance(cls, guidance: Guidance, depth: int, text_tokens: int, compute: str = "fp32") -> StepOptions:
+        """Options of a bundle that runs with this guidance: rows, and where they are mixed."""
+        return cls(
+            rows=2 if guidance.uses_unconditional_row else 1,
+            text_tokens=text_tokens,
+            compute=compute,
+            mixes_logits=guidance.mixes_logits,
+            mixed_layers=guidance.mixed_layers(depth),
+        )
 
 
 class _Step:

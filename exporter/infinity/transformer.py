@@ -166,15 +166,15 @@ class Block(nn.Module):
             entropy = per_head.mean(1)  # [R, L]
         else:
             o = attention(q, keys, values, scale=1.0)
-        x = self.after_attention(x, o, prompt, cross, gamma1, gamma2, scale2, shift2)
+        x = self.after_attention(x, o, cross, prompt.mask, gamma1, gamma2, scale2, shift2)
         return BlockOutput(x, k_new, v_new, entropy)
 
     def after_attention(
         self,
         x: Tensor,
         o: Tensor,
-        prompt: Prompt,
         cross: tuple[Tensor, Tensor],
+        mask: Tensor,
         gamma1: Tensor,
         gamma2: Tensor,
         scale2: Tensor,
@@ -182,8 +182,33 @@ class Block(nn.Module):
     ) -> Tensor:
         """Everything behind the self-attention. o: [R, H, L, D]."""
         x = x + self.sa.proj(o.transpose(1, 2).flatten(-2)) * gamma1
-        x = x + self.ca(self.ca_norm(x), *cross, prompt.mask)
+        x = x + self.ca(self.ca_norm(x), *cross, mask)
         return x + self.ffn(modulate(x, scale2, shift2)) * gamma2
+
+
+def block_causal(
+    block: Block,
+    x: Tensor,
+    modulation: Tensor,
+    cross: tuple[Tensor, Tensor],
+    mask: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    counts: Sequence[int],
+) -> Tensor:
+    """A block over all scales at once: each scale attends to itself and the scales before it, without a mask tensor.
+
+    x: [B, N_0 + N_1 + ..., C]; modulation and mask as in `Prompt`; counts: tokens per scale. Training compiles it.
+    """
+    gamma1, gamma2, scale1, scale2, shift1, shift2 = (block.ada_gss + modulation).unbind(2)
+    q, k, v = block.sa.project(modulate(x, scale1, shift1), cos, sin)
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    outputs, start = [], 0
+    for count in counts:
+        end = start + count
+        outputs.append(F.scaled_dot_product_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], scale=1.0))
+        start = end
+    return block.after_attention(x, torch.cat(outputs, dim=2), cross, mask, gamma1, gamma2, scale2, shift2)
 
 
 class _PooledText(nn.Module):
@@ -333,16 +358,5 @@ class Infinity(nn.Module):
         x = torch.cat([self.first_input(prompt), *embedded], dim=1)
         table = torch.from_numpy(rope_table(self.config.head_width, schedule)).to(x.device)[:, : sum(counts)]
         for block, cross in zip(self.layers, prompt.cross, strict=True):
-            gamma1, gamma2, scale1, scale2, shift1, shift2 = (block.ada_gss + prompt.modulation).unbind(2)
-            q, k, v = block.sa.project(modulate(x, scale1, shift1), table[0], table[1])
-            q, k = q.to(v.dtype), k.to(v.dtype)
-            outputs, start = [], 0
-            for count in counts:
-                end = start + count
-                outputs.append(
-                    F.scaled_dot_product_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], scale=1.0)
-                )
-                start = end
-            o = torch.cat(outputs, dim=2)
-            x = block.after_attention(x, o, prompt, cross, gamma1, gamma2, scale2, shift2)
+            x = block_causal(block, x, prompt.modulation, cross, prompt.mask, table[0], table[1], counts)
         return self.logits(x, prompt)

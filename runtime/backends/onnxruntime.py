@@ -10,7 +10,7 @@ import numpy as np
 
 from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
-from toprovar.runtime.manifest import Graph
+from toprovar.runtime.manifest import NUMPY_DTYPES, Graph
 
 log = logging.getLogger("toprovar")
 
@@ -23,7 +23,6 @@ ORT_TYPES = {
     "I32": "tensor(int32)",
     "U8": "tensor(uint8)",
 }
-NUMPY_DTYPES = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
 
 
 def _usable_cores() -> int:

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import infinity_reference as reference
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -19,22 +18,6 @@ from toprovar.tools.parity import KINDS, TOLERANCES, Report, app, compare_array,
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT.parent / "shared" / "fixtures"
-NAME = "infinity_reference_numpy"
-
-
-def load_reference() -> Any:
-    if NAME not in sys.modules:
-        path = ROOT / "tests" / "exporter" / "infinity" / "reference_numpy.py"
-        spec = importlib.util.spec_from_file_location(NAME, path)
-        assert spec
-        assert spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[NAME] = module
-        spec.loader.exec_module(module)
-    return sys.modules[NAME]
-
-
-reference = load_reference()
 
 
 def shipped(name: str) -> Path:

@@ -9,39 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from toprovar.exporter.infinity.rope import rope_table
 from toprovar.exporter.infinity.tokenizer import latent_from_bits, resize_bilinear, tokens_from_latent
-from toprovar.exporter.infinity.transformer import Block, Infinity, modulate
+from toprovar.exporter.infinity.transformer import Infinity, block_causal
 from toprovar.exporter.schedules import Schedule, token_counts
-
-
-def block_step(
-    block: Block,
-    x: Tensor,
-    modulation: Tensor,
-    text_k: Tensor,
-    text_v: Tensor,
-    mask: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    counts: tuple[int, ...],
-) -> Tensor:
-    """One block over all scales, block-causal. x: [B, N, C]; text_k, text_v: [B, H, T, D]; mask: [B, 1, 1, T]."""
-    gamma1, gamma2, scale1, scale2, shift1, shift2 = (block.ada_gss + modulation).unbind(2)
-    q, k, v = block.sa.project(modulate(x, scale1, shift1), cos, sin)
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    outputs, start = [], 0
-    for count in counts:
-        end = start + count
-        outputs.append(F.scaled_dot_product_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], scale=1.0))
-        start = end
-    o = torch.cat(outputs, dim=2).transpose(1, 2).flatten(-2)  # [B, N, C]
-    x = x + block.sa.proj(o) * gamma1
-    x = x + block.ca(block.ca_norm(x), text_k, text_v, mask)
-    return x + block.ffn(modulate(x, scale2, shift2)) * gamma2
 
 
 class TrainingForward:
@@ -51,7 +24,7 @@ class TrainingForward:
         self.model = model
         self.counts = token_counts(schedule)
         self._table = torch.from_numpy(rope_table(model.config.head_width, schedule)).to(device)
-        self._block = torch.compile(block_step, dynamic=False) if compile_block else block_step
+        self._block = torch.compile(block_causal, dynamic=False) if compile_block else block_causal
 
     def __call__(self, text_rows: Tensor, text_mask: Tensor, code_inputs: Sequence[Tensor]) -> Tensor:
         """Shapes as `Infinity.teacher_forced_logits`. Returns: [B, N_0 + ..., 2*bits] fp32."""
@@ -61,8 +34,8 @@ class TrainingForward:
         embedded = [model.embed_codes(tokens, k + 1) for k, tokens in enumerate(code_inputs)]
         x = torch.cat([model.first_input(prompt), *embedded], dim=1).float()
         cos, sin = self._table[:, : sum(counts)]
-        for block, (k, v) in zip(model.layers, prompt.cross, strict=True):
-            x = self._block(block, x, prompt.modulation, k, v, prompt.mask, cos, sin, counts)
+        for block, cross in zip(model.layers, prompt.cross, strict=True):
+            x = self._block(block, x, prompt.modulation, cross, prompt.mask, cos, sin, counts)
         return model.logits(x, prompt)
 
 

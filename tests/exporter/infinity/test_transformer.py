@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
+import infinity_reference as reference
 import numpy as np
 import pytest
 
@@ -19,22 +17,6 @@ from toprovar.runtime.guidance import Guidance, per_scale  # noqa: E402
 
 # fp32 against float64, times the largest value of the array; measured 2.5e-6
 TOLERANCE = 1e-5
-
-
-def load_reference() -> Any:
-    path = Path(__file__).with_name("reference_numpy.py")
-    name = "infinity_reference_numpy"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec
-        assert spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-reference = load_reference()
 
 
 def assert_close(found: Any, expected: np.ndarray, what: str) -> None:
