@@ -23,7 +23,7 @@ from toprovar.exporter.prompts import encode_prompt
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
-from toprovar.runtime.json_files import write_bytes, write_json
+from toprovar.runtime.json_files import read_text, write_bytes, write_json
 from toprovar.runtime.noise import uniform_noise
 from toprovar.runtime.pipeline import picture_from_image
 
@@ -84,23 +84,7 @@ def read_prompts(path: Path) -> list[str]:
 
     Raises: ToprovarError if the file is missing, not UTF-8, holds NUL or no prompt.
     """
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_PROMPTS_BYTES + 1)
-        if len(raw) > MAX_PROMPTS_BYTES:
-            raise ToprovarError(
-                f"prompt file {path} has more than {MAX_PROMPTS_BYTES} bytes",
-                "give a text file with one prompt per line",
-            )
-        text = raw.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ToprovarError(f"prompt file {path} does not exist", "give a text file with one prompt per line") from None
-    except IsADirectoryError:
-        raise ToprovarError(f"prompt file {path} is a folder", "give a text file with one prompt per line") from None
-    except UnicodeDecodeError as error:
-        raise ToprovarError(f"prompt file {path} is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
-    except OSError as error:
-        raise ToprovarError(f"prompt file {path} cannot be read: {error.strerror}", "check its permissions") from None
+    text = read_text(path, f"prompt file {path}", MAX_PROMPTS_BYTES)
     if "\0" in text:
         raise ToprovarError(f"prompt file {path} holds NUL characters; expected plain text", "save it as UTF-8")
     lines = [line.strip() for line in text.splitlines()]

@@ -55,33 +55,41 @@ def parse_json(text: str, what: str) -> Any:
         raise ToprovarError(f"{what} is not valid JSON: {error}", "make the file again, or restore it") from None
 
 
+def read_text(path: Path, what: str, max_bytes: int, kind: str = "text") -> str:
+    """A whole UTF-8 file of bounded size, with or without byte order mark; never reads further than the bound.
+
+    what, kind: how messages name the file, its path included, and what it should be
+    Raises: ToprovarError if it is missing, a folder, unreadable, too large or not UTF-8.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(max_bytes + 1)  # the size that the system tells is 0 for devices and pipes
+    except FileNotFoundError:
+        raise ToprovarError(f"{what} does not exist", "check the path") from None
+    except IsADirectoryError:
+        raise ToprovarError(f"{what} is a folder; expected a {kind} file", "pass the file itself") from None
+    except OSError as error:
+        raise ToprovarError(f"{what} cannot be read: {error.strerror}", "check its permissions") from None
+    if len(raw) > max_bytes:
+        raise ToprovarError(
+            f"{what} has more than {max_bytes} bytes; expected at most {max_bytes}", "check that it is the right file"
+        )
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ToprovarError(
+            f"{what} is not UTF-8 text (byte {error.start})", "check that it is the right file"
+        ) from None
+
+
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Reads a JSON file of bounded size.
 
-    Raises: ToprovarError if it is missing, a folder, unreadable, too large, not UTF-8 or not strict JSON.
+    Raises: ToprovarError as `read_text` does, and if it is empty or not strict JSON.
     """
-    try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise ToprovarError(
-                f"{path} has {size} bytes; expected at most {max_bytes} for a file of facts",
-                "check that it is the right file",
-            )
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise ToprovarError(f"{path} does not exist", "check the path") from None
-    except IsADirectoryError:
-        raise ToprovarError(f"{path} is a folder; expected a JSON file", "pass the file itself") from None
-    except OSError as error:
-        raise ToprovarError(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
-    if not raw:
+    text = read_text(path, str(path), max_bytes, "JSON")
+    if not text:
         raise ToprovarError(f"{path} is empty; expected a JSON document", "make the file again")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ToprovarError(
-            f"{path} is not UTF-8 text (byte {error.start})", "check that it is the right file"
-        ) from None
     return parse_json(text, str(path))
 
 

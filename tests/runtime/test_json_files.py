@@ -1,6 +1,7 @@
 """JSON files: strict when read, complete or absent when written."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,9 @@ def test_nan_is_never_written(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "facts.json", {"a": float("nan")})
     assert not (tmp_path / "facts.json").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs a device without end, /dev/zero")
+def test_a_file_without_end_is_read_no_further_than_the_bound():
+    with pytest.raises(ToprovarError, match="expected at most 1000"):
+        read_json(Path("/dev/zero"), max_bytes=1000)
