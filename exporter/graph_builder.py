@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from toprovar.exporter.weights_file import WEIGHTS_FILE, WeightsLayout
-from toprovar.plugins.entropy_attention.function import (
+from toprovar.plugins.attention.function import (
     DOMAIN,
     PLUGIN_VERSION,
     cached_attention_function,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.infinity.rope import rope_table
 from toprovar.exporter.schedules import Schedule, token_counts
-from toprovar.plugins.entropy_attention.oracle import attention, attention_with_entropy
+from toprovar.plugins.attention.oracle import attention, attention_with_entropy
 
 MAX_LOG_SCALE = math.log(100.0)
 MASKED = -1e4  # additive mask; finite, so that half-precision graphs never meet inf - inf

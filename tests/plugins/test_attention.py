@@ -8,8 +8,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from toprovar.plugins.entropy_attention.function import cached_attention_function, entropy_attention_function
-from toprovar.plugins.entropy_attention.oracle import attention_with_entropy
+from toprovar.plugins.attention.function import cached_attention_function, entropy_attention_function
+from toprovar.plugins.attention.oracle import attention_with_entropy
 
 # fp32 scores of up to 100: 24 bits leave 6e-6 nats of absolute error in a difference of two such numbers
 TOLERANCE = {"oracle": 2e-5, "body": 1e-5, "output": 1e-5}
