@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 FLOORS := plugins runtime exporter calibrate tools
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test lint bench train-demo clean
 
 install: $(VENV)/.installed
 
@@ -29,6 +29,12 @@ lint: install
 
 bench: install
 	$(BIN)/toprovar bench out/demo/bundle
+
+# Retrains the demo model: needs a CUDA GPU and the network (npm packages with the drawings); about half an hour.
+train-demo: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check resvg_py==0.5.0
+	$(BIN)/python -m toprovar.tools.train_demo.prepare --out .data/demo
+	$(BIN)/python -m toprovar.tools.train_demo.train all --data .data/demo --out out/train-demo --minutes 30
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache

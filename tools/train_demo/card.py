@@ -69,7 +69,37 @@ def numbers_from_metrics(metrics: dict[str, Any]) -> str:
         for name, found in (("seen", shipped["retrieval"]), ("held out", shipped["retrieval_held_out"]))
         if found
     ]
-    return "\n".join([*lines, *_table(["prompts", "first", "among five", "count"], rows)]).rstrip()
+    lines += _table(["prompts", "first", "among five", "count"], rows)
+    if "size_S" in metrics:
+        lines += _size_lines(shipped, metrics["size_S"]["shipped"])
+    if "classifier" in metrics:
+        judge = metrics["classifier"]
+        lines += [
+            f"Classifier ({judge['parameters']:,} parameters): names {100 * judge['clean']['concept']:.1f} % of new clean "
+            f"crops right, {100 * judge['through_tokenizer']['concept']:.1f} % of those that went through the tokenizer "
+            "with flipped bits.",
+        ]
+    return "\n".join(lines).rstrip()
+
+
+def _size_lines(larger: dict[str, Any], smaller: dict[str, Any]) -> list[str]:
+    """The decision between S and M: mean loss over scales, and the nearest-reference test, side by side."""
+
+    def mean(losses: list[float]) -> str:
+        return f"{sum(losses) / len(losses):.3f}"
+
+    rows = []
+    for prefix, key in (("", "loss_nats_per_bit_by_scale"), ("held-out ", "loss_held_out_nats_per_bit_by_scale")):
+        rows += [[prefix + kind, mean(smaller[key][kind]), mean(larger[key][kind])] for kind in larger[key]]
+    for name, key in (("nearest reference, seen", "retrieval"), ("nearest reference, held out", "retrieval_held_out")):
+        rows.append([name, *(f"{100 * size[key]['top1']:.0f} %" for size in (smaller, larger))])
+    rows.append(["transformer steps", f"{smaller['steps']}", f"{larger['steps']}"])
+    return [
+        "Size S (8 layers, width 192, the earlier model) beside M, both as shipped; losses are means over scales in nats "
+        "per bit:",
+        "",
+        *_table(["", "S", "M"], rows),
+    ]
 
 
 def fill_card(card: str, numbers: str) -> str:

@@ -148,10 +148,12 @@ def train_classifier(
     batch: int,
     log: state.Log,
     max_steps: int | None = None,
+    spoil: float = 0.5,
 ) -> dict[str, object]:
     """Draws a pool of crops, trains on it, and writes `classifier.safetensors` as shipped (int8 rows).
 
-    pool: pictures to draw. Returns: accuracies of the stored weights on new pictures, clean and through the tokenizer.
+    pool: pictures to draw; spoil: share of them that goes through the tokenizer.
+    Returns: accuracies of the stored weights on new pictures, clean and through the tokenizer.
     """
     from toprovar.tools.train_demo.finish import packed
 
@@ -159,7 +161,7 @@ def train_classifier(
     rng, generator = random.Random(seed + 31), torch.Generator(device).manual_seed(seed + 31)
     budget = Budget(seconds, max_steps)
     crops, concepts, styles = crops_of(
-        composer, tokenizer, schedule, _scenes(composer, pool, rng), rng, generator, spoil=0.5
+        composer, tokenizer, schedule, _scenes(composer, pool, rng), rng, generator, spoil
     )
     log(stage="classifier", event="pool", crops=crops.shape[0], seconds=budget.elapsed_s)
     torch.manual_seed(seed + 31)
@@ -167,7 +169,7 @@ def train_classifier(
     optimizer = torch.optim.AdamW(classifier.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.02)
     while not budget.over:
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * warm_cosine(budget.progress, budget.step, 100, 0.01)
+            group["lr"] = LEARNING_RATE * warm_cosine(budget.progress, budget.step, 20, 0.01)
         rows = torch.randint(crops.shape[0], (batch,), device=device, generator=generator)
         judged = classifier(varied(crops[rows], generator))
         loss = F.cross_entropy(judged.concepts, concepts[rows], label_smoothing=0.05)
@@ -178,7 +180,7 @@ def train_classifier(
         optimizer.step()
         budget.step += 1
         if budget.step in (5, 15) or budget.step % 200 == 0:
-            value = float(loss)  # waits for the device
+            value = float(loss.detach())  # waits for the device
             budget.mark()
             if value != value:
                 raise FloatingPointError(f"classifier loss is not finite at step {budget.step}")
@@ -192,6 +194,6 @@ def train_classifier(
         "steps": budget.step,
         "size_bytes": (run / FILE).stat().st_size,
     }
-    for name, spoil in (("clean", 0.0), ("through_tokenizer", 1.0)):
-        result[name] = accuracy(judge, *crops_of(composer, tokenizer, schedule, scenes, rng, generator, spoil))
+    for name, share in (("clean", 0.0), ("through_tokenizer", 1.0)):
+        result[name] = accuracy(judge, *crops_of(composer, tokenizer, schedule, scenes, rng, generator, share))
     return result

@@ -104,14 +104,17 @@ class Ema:
 
 
 class Log:
-    """JSON lines in a file and on stderr."""
+    """JSON lines in a file and on stderr, or nowhere if silent."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, silent: bool = False) -> None:
+        self._silent = silent
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._started = time.monotonic()
 
     def __call__(self, **facts: Any) -> None:
+        if self._silent:
+            return
         facts = {"t": round(time.monotonic() - self._started, 1), **facts}
         line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in facts.items()})
         with self._path.open("a", encoding="utf-8") as file:

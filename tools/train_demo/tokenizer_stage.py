@@ -121,6 +121,25 @@ def tokenizer_loss(
     return loss, l1.detach()
 
 
+def decoder_loss(
+    tokenizer: BitTokenizer, image: Tensor, schedule: Schedule, partial: int, device_type: str
+) -> tuple[Tensor, Tensor]:
+    """As `tokenizer_loss` with fixed codes: only the decoder gets gradients."""
+    amp = torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda")
+    rows = max(1, image.shape[0] // PARTIAL_SHARE)
+    with torch.no_grad():
+        with amp:
+            latent = tokenizer.encode(image).float()
+        sums = quantise_for_training(latent, schedule).sums
+        both = torch.cat([sums[-1], sums[partial - 1][:rows]]).contiguous(memory_format=torch.channels_last)
+    with amp:
+        decoded = tokenizer.decode_raw(both).float()
+    full, coarse = decoded[: image.shape[0]], decoded[image.shape[0] :]
+    l1 = (full - image).abs().mean()
+    loss = l1 + 0.5 * gradient_l1(full, image) + 0.2 * (coarse - image[:rows]).abs().mean()
+    return loss, l1.detach()
+
+
 @torch.no_grad()
 def psnr_by_scale(tokenizer: BitTokenizer, image: Tensor, schedule: Schedule) -> list[float]:
     """Mean PSNR in dB after each scale; image: [B, 3, H, W] in [-1, 1]."""
@@ -143,6 +162,20 @@ def validation_images(composer: Composer, count: int, seed: int = 99) -> dict[st
     return images
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a call trains. name: of the stage; rate: largest learning rate."""
+
+    name: str
+    decoder_only: bool
+    rate: float
+
+
+WHOLE = Part("tokenizer", False, LEARNING_RATE)
+# A second, shorter climb for the decoder alone: codes stay as they are, so a transformer can train on them meanwhile.
+DECODER = Part("decoder", True, LEARNING_RATE / 2)
+
+
 def train_tokenizer(
     run: Path,
     composer: Composer,
@@ -156,58 +189,71 @@ def train_tokenizer(
     max_steps: int | None = None,
     widths: tuple[int, ...] = WIDTHS,
     span: tuple[float, float] = (0.0, 1.0),
+    part: Part = WHOLE,
 ) -> BitTokenizer:
-    """Trains, or goes on from the working folder's weights; writes `tokenizer-*.safetensors` there."""
+    """Trains, or goes on from the working folder's weights; writes `tokenizer-*.safetensors` there.
+
+    Logs the PSNR of fixed pictures about once a minute, so that one can see whether it still rises.
+    """
     device = composer.device
     torch.backends.cudnn.benchmark = True  # one shape for thousands of steps
-    tokenizer = new_tokenizer(seed, widths)
-    resumed = state.load_pieces(run, "tokenizer") if span[0] > 0 else None
-    if resumed:
-        tokenizer.load_state_dict(resumed)
+    goes_on = span[0] > 0 or part.decoder_only
+    tokenizer = load_tokenizer(run, device) if goes_on else new_tokenizer(seed, widths)
     tokenizer = tokenizer.to(device, memory_format=torch.channels_last).train()
+    if part.decoder_only:
+        tokenizer.encoder.requires_grad_(False)
+        tokenizer.rgb_shortcut.encode.requires_grad_(False)
     if compile_model:
         tokenizer.encoder.compile(dynamic=False)
         tokenizer.decoder.compile(dynamic=False)
-    parameters = list(tokenizer.parameters())
+    parameters = [p for p in tokenizer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        parameters, LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
+        parameters, part.rate, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
     )
-    rng = random.Random(seed + 1000 * round(span[0] * 100))
+    rng = random.Random(seed + 1000 * round(span[0] * 100) + (7 if part.decoder_only else 0))
     sampler = SceneSampler(composer.sprites.concepts)
+    watched = validation_images(composer, min(batch, 16), seed=98)
+    loss_of = decoder_loss if part.decoder_only else tokenizer_loss
     budget = Budget(seconds, max_steps)
     saved_at = budget.elapsed_s
-    log(stage="tokenizer", event="start", resumed=bool(resumed), parameters=sum(p.numel() for p in parameters))
+    log(stage=part.name, event="start", resumed=goes_on, parameters=sum(p.numel() for p in parameters))
+
+    def save() -> None:
+        state.save_pieces(state.as_fp16(tokenizer.state_dict()), run, "tokenizer")
+        psnr = {kind: psnr_by_scale(tokenizer, image, schedule)[-1] for kind, image in watched.items()}
+        log(stage=part.name, event="validation", step=budget.step, psnr_db={k: round(v, 3) for k, v in psnr.items()})
+
     while not budget.over:
         progress = span[0] + (span[1] - span[0]) * budget.progress
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * warm_cosine(progress, budget.step, 100, 0.01)
+            group["lr"] = part.rate * warm_cosine(progress, budget.step, 100, 0.01)
         image = composer.draw([sampler.draw(rng.choice(SCENE_MIX), rng) for _ in range(batch)])
         image = image.contiguous(memory_format=torch.channels_last)
         partial = rng.randint(min(3, len(schedule) - 1), len(schedule) - 1)
-        loss, l1 = tokenizer_loss(tokenizer, image, schedule, partial, device.type)
+        loss, l1 = loss_of(tokenizer, image, schedule, partial, device.type)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         budget.step += 1
         if budget.step in (5, 15) or budget.step % 50 == 0:
-            value = float(loss)  # waits for the device
+            value = float(loss.detach())  # waits for the device
             budget.mark()
             if value != value:
-                raise FloatingPointError(f"tokenizer loss is not finite at step {budget.step}")
+                raise FloatingPointError(f"{part.name} loss is not finite at step {budget.step}")
             log(
-                stage="tokenizer",
+                stage=part.name,
                 step=budget.step,
                 of=budget.expected_steps,
                 loss=value,
                 l1=float(l1),
                 step_s=budget.step_s,
             )
-        if budget.elapsed_s - saved_at > 120:
-            state.save_pieces(state.as_fp16(tokenizer.state_dict()), run, "tokenizer")
+        if budget.elapsed_s - saved_at > 60:
+            save()
             saved_at = budget.elapsed_s
     torch.backends.cudnn.benchmark = False
-    state.save_pieces(state.as_fp16(tokenizer.state_dict()), run, "tokenizer")
+    save()
     return load_tokenizer(run, device)
 
 

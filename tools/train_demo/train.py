@@ -2,14 +2,17 @@
 
     python -m toprovar.tools.train_demo.train all --data .data/demo --out DIR --minutes 24
 
-or stage by stage, where a later call goes on from the working folder `--run` of an earlier one:
+or stage by stage, where a later call goes on from the working folder `--work-dir` of an earlier one:
 
-    ... train tokenizer=360 transformer-a=rest@0:0.3 --data .data/demo --run .data/demo_run --deadline 570
-    ... train transformer-a=200@0.3:1 transformer-b=rest@0:0.4 --data ... --run ... --deadline 570
-    ... train transformer-b=rest@0.4:1 finish --data ... --run ... --deadline 570
+    ... train tokenizer=360 transformer-a=rest@0:0.3 --data .data/demo --work-dir .data/demo_work --deadline 570
+    ... train transformer-a=200@0.3:1 transformer-b=rest@0:0.4 --data ... --work-dir ... --deadline 570
+    ... train transformer-b=rest@0.4:1 finish --data ... --work-dir ... --deadline 570
 
 A stage is NAME[=SECONDS|rest][@FROM:TO]; FROM:TO is the part of the stage's learning-rate schedule that the call covers
-(0:1 if left out). Stages: tokenizer, transformer-a (first seven scales), transformer-b (all ten), finish.
+(0:1 if left out). Stages: tokenizer, decoder (the tokenizer's decoder alone, codes fixed), classifier (the judge of
+`toprovar evaluate demo`), transformer-a (first seven scales), transformer-b (all ten), finish.
+
+With several GPUs, `torchrun --nproc-per-node N -m toprovar.tools.train_demo.train ...` shares the transformer stages.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ if TYPE_CHECKING:
     from toprovar.exporter.infinity.tokenizer import BitTokenizer
     from toprovar.tools.train_demo.bank import Bank
 
-STAGES = ("tokenizer", "transformer-a", "transformer-b", "finish")
+STAGES = ("tokenizer", "decoder", "classifier", "transformer-a", "transformer-b", "finish")
 # Shares of `all --minutes`; the finish takes what its two sheets and the metrics need.
-ALL_SHARES = {"tokenizer": 0.27, "transformer-a": 0.25, "transformer-b": 0.42}
+ALL_SHARES = {"tokenizer": 0.15, "decoder": 0.1, "classifier": 0.05, "transformer-a": 0.15, "transformer-b": 0.49}
 STAGE_TAIL_S = 35.0  # kept back of a deadline for metrics, sheets and files
 FINISH_S = 60.0
 _STAGE = re.compile(r"([a-z-]+)(?:=(rest|\d+(?:\.\d+)?))?(?:@([\d.]+):([\d.]+))?")
@@ -78,15 +81,17 @@ class Session:
         from toprovar.runtime.word_tokenizer import WordTokenizer, vocabulary_from_texts
         from toprovar.tools.train_demo import captions, state
         from toprovar.tools.train_demo.data import Composer, load_sprites
+        from toprovar.tools.train_demo.workers import local_device, start_workers
 
         self.options = options
+        self.workers = start_workers(options.device)
         self.started = time.monotonic()
-        self.run: Path = options.run
+        self.run: Path = options.work_dir
         self.run.mkdir(parents=True, exist_ok=True)
-        self.device = torch.device(options.device)
+        self.device = local_device(options.device)
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
-        self.log = state.Log(self.run / "log.jsonl")
+        self.log = state.Log(self.run / "log.jsonl", silent=not self.workers.is_first)
         self.schedule = schedule_for(1.0, "0.25M")
         self.composer = Composer(load_sprites(options.data, options.concepts).to(self.device))
         concepts = self.composer.sprites.concepts
@@ -111,9 +116,11 @@ class Session:
 
     @property
     def config(self) -> InfinityConfig:
-        from toprovar.tools.train_demo.transformer_stage import CONFIG
+        from toprovar.tools.train_demo.transformer_stage import SIZES
 
-        return dataclasses.replace(CONFIG, depth=2, width=96, ffn_width=192) if self.options.rehearsal else CONFIG
+        if self.options.rehearsal:
+            return dataclasses.replace(SIZES["S"], depth=2, width=96, ffn_width=192)
+        return SIZES[self.options.size]
 
     def tokenizer(self) -> BitTokenizer:
         from toprovar.tools.train_demo.tokenizer_stage import load_tokenizer
@@ -134,8 +141,9 @@ class Session:
         if self._bank is None:
             small = self.options.rehearsal
             began = time.monotonic()
-            # Another pool for every call that goes on, from the steps already made.
-            seed = self.options.seed + int(state.read_json(self.run / "transformer.json").get("step", 0))
+            # Another pool for every call that goes on, from the steps already made, and for every worker.
+            steps = int(state.read_json(self.run / "transformer.json").get("step", 0))
+            seed = self.options.seed + steps + 1_000_003 * self.workers.rank
             self._bank = build_bank(
                 self.tokenizer(),
                 self.composer,
@@ -169,6 +177,8 @@ class Session:
         document[name] = facts
         document["facts"] = {
             "seed": self.options.seed,
+            "size": self.options.size,
+            "workers": self.workers.count,
             "device": self.device_name(),
             "concepts": len(self.composer.sprites.concepts),
             "sprites": len(self.composer.sprites.index),
@@ -202,10 +212,11 @@ class Session:
             max_steps=self.options.max_steps,
             widths=(32, 32, 32, 32) if small else stage.WIDTHS,
             span=request.span,
+            part=stage.DECODER if request.name == "decoder" else stage.WHOLE,
         )
         self.use_tokenizer(tokenizer)
         metrics = stage.tokenizer_metrics(tokenizer, self.composer, self.schedule, 4 if small else 64)
-        self.log(stage="tokenizer", event="done", **metrics)
+        self.log(stage=request.name, event="done", **metrics)
         self.save_metrics("tokenizer", metrics)
         self.copy_results(finished=False)
         images = stage.validation_images(self.composer, 8, seed=3)
@@ -219,6 +230,25 @@ class Session:
         tokenizer = self.tokenizer()
         return tokenizer.decode(quantise_residual(tokenizer.encode(image).float(), self.schedule).summed)
 
+    def run_classifier(self, request: StageRequest) -> None:
+        from toprovar.tools.train_demo.classifier_stage import train_classifier
+
+        small = self.options.rehearsal
+        metrics = train_classifier(
+            self.run,
+            self.composer,
+            self.tokenizer(),
+            self.schedule,
+            self.seconds_for(request),
+            seed=self.options.seed,
+            pool=48 if small else 60_000,
+            batch=32 if small else 512,
+            log=self.log,
+            max_steps=self.options.max_steps,
+        )
+        self.log(stage="classifier", event="done", **metrics)
+        self.save_metrics("classifier", metrics)
+
     def run_transformer(self, request: StageRequest, before_finish: bool) -> None:
         from toprovar.tools.train_demo import transformer_stage as stage
 
@@ -226,7 +256,8 @@ class Session:
         if self.options.rehearsal:
             phase = dataclasses.replace(phase, batch=6)
         training = self.training_bank()
-        self.judging_banks()
+        if self.workers.is_first:
+            self.judging_banks()
         model = stage.train_transformer(
             self.run,
             training,
@@ -240,7 +271,10 @@ class Session:
             log=self.log,
             max_steps=self.options.max_steps,
             span=request.span,
+            workers=self.workers,
         )
+        if not self.workers.is_first:
+            return
         self.copy_results(finished=False)  # before the judging, so that nothing trained is lost to it
         if not before_finish:  # which judges the same model as shipped
             self.judge(request.name, model, phase.scales)
@@ -305,11 +339,10 @@ class Session:
         if self.options.out is None:
             return
         self.options.out.mkdir(parents=True, exist_ok=True)
-        kept = ["metrics.json", "log.jsonl", "sheet.png"]
-        state_only = ["sheet_tokenizer.png", "transformer.json"]
-        for stem in ("tokenizer", "transformer", "transformer_ema"):
-            pieces = [path.name for path in sorted(self.run.glob(f"{stem}-*.safetensors"))]
-            (kept if stem == "transformer_ema" else state_only).extend(pieces)
+        kept = ["metrics.json", "log.jsonl", "sheet.png", "classifier.safetensors"]
+        state_only = ["transformer.json"]
+        for stem in ("tokenizer", "transformer_ema"):
+            state_only += [path.name for path in sorted(self.run.glob(f"{stem}-*.safetensors"))]
         if finished:
             kept += sorted(f"demo/{path.name}" for path in (self.run / "demo").iterdir())
             for name in state_only:
@@ -323,22 +356,32 @@ class Session:
 
 
 def train(options: argparse.Namespace) -> None:
+    from toprovar.tools.train_demo.workers import stop_workers
+
     requests = (
         requests_for_all(options.minutes) if options.stages == ["all"] else [parse_stage(s) for s in options.stages]
     )
     session = Session(options)
     for i, request in enumerate(requests):
         before_finish = i + 1 < len(requests) and requests[i + 1].name == "finish"
-        if request.name == "tokenizer":
-            session.run_tokenizer(request)
-        elif request.name == "finish":
-            session.run_finish()
-        else:
+        if request.name.startswith("transformer"):
             session.run_transformer(request, before_finish)
-        session.copy_results(finished=request.name == "finish")
+        elif session.workers.is_first:
+            if request.name in ("tokenizer", "decoder"):
+                session.run_tokenizer(request)
+            elif request.name == "classifier":
+                session.run_classifier(request)
+            else:
+                session.run_finish()
+        session.workers.wait()
+        if session.workers.is_first:
+            session.copy_results(finished=request.name == "finish")
+    stop_workers(session.workers)
+    if not session.workers.is_first:
+        return
     last = "demo" if requests[-1].name == "finish" else "state"
     print(
-        f"wrote {options.out or options.run} ({last}) in {time.monotonic() - session.started:.0f} s; "
+        f"wrote {options.out or options.work_dir} ({last}) in {time.monotonic() - session.started:.0f} s; "
         "next: look at sheet.png and metrics.json"
     )
 
@@ -351,11 +394,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("stages", nargs="+", help='"all", or stages NAME[=SECONDS|rest][@FROM:TO]')
     parser.add_argument("--data", type=Path, required=True, help="folder that `prepare` wrote")
-    parser.add_argument("--run", type=Path, help="working folder with full state (default: <out>/run)")
+    parser.add_argument("--work-dir", type=Path, help="working folder with full state (default: <out>/work)")
     parser.add_argument("--out", type=Path, help="folder for the small results; flat, at most eight files")
     parser.add_argument("--minutes", type=float, default=24.0, help="time for `all`, in minutes (default 24)")
     parser.add_argument("--deadline", type=float, help="seconds after which the call should have ended (default: none)")
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
+    parser.add_argument("--size", choices=("S", "M"), default="M", help="transformer: S 8 x 192, M 8 x 256 (default M)")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, scenes and flips (default 1)")
     parser.add_argument("--pool", type=int, default=40_000, help="cached scenes and patterns (default 40000)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="use torch.compile")
@@ -364,10 +408,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rehearsal", action="store_true", help="tiny widths, batches and pools, to try the stages")
     options = parser.parse_args(arguments)
     try:
-        if options.run is None:
+        if options.work_dir is None:
             if options.out is None:
-                raise ToprovarError("neither --run nor --out is given", "say where to write: --out DIR")
-            options.run = options.out / "run"
+                raise ToprovarError("neither --work-dir nor --out is given", "say where to write: --out DIR")
+            options.work_dir = options.out / "work"
         if options.deadline is None:
             options.deadline = options.minutes * 60 if options.stages == ["all"] else 1e9
         import torch

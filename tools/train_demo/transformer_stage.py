@@ -28,10 +28,17 @@ from toprovar.tools.train_demo.captions import COLOUR_NAMES, Scene, caption
 from toprovar.tools.train_demo.clock import Budget, warm_cosine
 from toprovar.tools.train_demo.data import Composer, SceneSampler, encode_captions
 from toprovar.tools.train_demo.forward import TrainingForward, sample
+from toprovar.tools.train_demo.workers import ALONE, Workers
 
-CONFIG = InfinityConfig(
-    depth=8, width=192, heads=3, ffn_width=768, text_width=256, bits=16, pool_heads=3, chunks=2, text_length=32
-)
+# Heads are 64 wide in both. M's feed-forward width is 3.5 times the model's, not 4: all files must stay within 16 MB.
+SIZES = {
+    "S": InfinityConfig(
+        depth=8, width=192, heads=3, ffn_width=768, text_width=256, bits=16, pool_heads=3, chunks=2, text_length=32
+    ),
+    "M": InfinityConfig(
+        depth=8, width=256, heads=4, ffn_width=896, text_width=256, bits=16, pool_heads=4, chunks=2, text_length=32
+    ),
+}
 TEXT_HEADS = 4
 FLIP_RATE = 0.3
 CAPTION_DROP = 0.1
@@ -52,7 +59,7 @@ class Phase:
 
 
 PHASE_A = Phase("transformer-a", SCALES_A, 256, 1.5e-3, 1.0e-3, 0.85, 0.75)
-PHASE_B = Phase("transformer-b", 10, 128, 8e-4, 2e-5, 0.70, 0.55)
+PHASE_B = Phase("transformer-b", 10, 128, 8e-4, 2e-5, 0.65, 0.45)
 
 
 class DemoModel(nn.Module):
@@ -87,12 +94,13 @@ class DemoModel(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-def phase_counts(phase: Phase, progress: float, bank: Bank) -> dict[str, int]:
-    """Rows per kind in a batch; scenes get twice the patterns' share."""
+def phase_counts(phase: Phase, progress: float, bank: Bank, workers: int = 1) -> dict[str, int]:
+    """Rows per kind in one worker's part of a batch; scenes get twice the patterns' share."""
+    batch = phase.batch // workers
     singles = phase.singles_start + (phase.singles_end - phase.singles_start) * progress
-    count = round(phase.batch * singles)
-    patterns = (phase.batch - count) // 3
-    counts = {"single": count, "pattern": patterns, "scene": phase.batch - count - patterns}
+    count = round(batch * singles)
+    patterns = (batch - count) // 3
+    counts = {"single": count, "pattern": patterns, "scene": batch - count - patterns}
     missing = [kind for kind in counts if kind not in bank.starts]
     for kind in missing:
         counts["single"] += counts.pop(kind)
@@ -170,18 +178,17 @@ def clean_losses(
 
 
 def save_model(
-    run: Path, model: DemoModel, ema: state.Ema, optimizer: torch.optim.Optimizer | None, facts: dict[str, object]
+    run: Path, model: DemoModel, ema: state.Ema, optimizer: torch.optim.Optimizer, facts: dict[str, object]
 ) -> None:
     """Weights and their average as fp16 pieces, full weights and moments in one file of their own."""
     state.save_pieces(state.as_fp16(dict(model.named_parameters())), run, "transformer")
     state.save_pieces(state.as_fp16(ema.tensors()), run, "transformer_ema")
-    if optimizer is not None:
-        full = state.prefixed("weights", dict(model.named_parameters())) | state.prefixed("ema", ema.tensors())
-        for name, parameter in model.named_parameters():
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment in optimizer.state.get(parameter, {}):
-                    full[f"{moment}.{name}"] = optimizer.state[parameter][moment]
-        state.save_tensors(full, run / "full_state.safetensors", {"step": str(facts["step"])})
+    full = state.prefixed("weights", dict(model.named_parameters())) | state.prefixed("ema", ema.tensors())
+    for name, parameter in model.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if moment in optimizer.state.get(parameter, {}):
+                full[f"{moment}.{name}"] = optimizer.state[parameter][moment]
+    state.save_tensors(full, run / "full_state.safetensors", {"step": str(facts["step"])})
     state.write_json(run / "transformer.json", facts)
 
 
@@ -210,7 +217,8 @@ def restore_model(run: Path, model: DemoModel, ema: state.Ema, optimizer: torch.
                             "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device),
                         }
             return "full"
-    weights = state.load_pieces(run, "transformer")
+    # Of a lost machine only the small copies are left: the average goes on as the weights.
+    weights = state.load_pieces(run, "transformer") or state.load_pieces(run, "transformer_ema")
     if weights is None:
         return "none"
     with torch.no_grad():
@@ -248,8 +256,12 @@ def train_transformer(
     log: state.Log,
     max_steps: int | None = None,
     span: tuple[float, float] = (0.0, 1.0),
+    workers: Workers = ALONE,
 ) -> DemoModel:
-    """Trains one phase, or the part `span` of it, from the working folder's state. Returns the averaged model."""
+    """Trains one phase, or the part `span` of it, from the working folder's state. Returns the averaged model.
+
+    phase.batch counts the pictures of all workers; each holds a bank of its own.
+    """
     device = bank.latents.device
     schedule = schedule[: phase.scales]
     model = DemoModel(config, words.size)
@@ -266,39 +278,46 @@ def train_transformer(
         fused=device.type == "cuda",
     )
     resumed = restore_model(run, model, ema, optimizer)
+    workers.wait()  # until all have read, before the first one writes
     facts = state.read_json(run / "transformer.json")
     done = int(facts.get("step", 0))
     views = facts.get("views", {})
     forward = TrainingForward(model.infinity, schedule, device, compile_model)
-    generator = torch.Generator(device).manual_seed(seed + done)
+    generator = torch.Generator(device).manual_seed(seed + done + 1_000_003 * workers.rank)
     budget = Budget(seconds, max_steps)
     saved_at = budget.elapsed_s
     warmup = {"none": 200, "weights": 100, "full": 30}[resumed]
     size = sum(p.numel() for p in parameters.values())
-    log(stage=phase.name, event="start", resumed=resumed, done=done, parameters=size)
+    log(stage=phase.name, event="start", resumed=resumed, done=done, parameters=size, workers=workers.count)
 
-    def save(full: bool) -> None:
+    def save() -> None:
+        if not workers.is_first:
+            return
         now = {"step": done + budget.step, "ema_step": ema.step, "views": views, "phase": phase.name}
-        save_model(run, model, ema, optimizer if full else None, now)
+        save_model(run, model, ema, optimizer, now)
 
-    while not budget.over:
-        progress = span[0] + (span[1] - span[0]) * budget.progress
+    while True:
+        done_share, is_over = workers.from_first(budget.progress, budget.over)
+        if is_over:
+            break
+        progress = span[0] + (span[1] - span[0]) * done_share
         rate = phase.lr_start * warm_cosine(progress, budget.step, warmup, phase.lr_end / phase.lr_start)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        counts = phase_counts(phase, progress, bank)
+        counts = phase_counts(phase, progress, bank, workers.count)
         latents, ids = bank.batch(counts, generator)
         loss, losses = training_loss(model, forward, schedule, latents, ids, generator)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        workers.average_gradients(list(parameters.values()))
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         optimizer.step()
         ema.update()
         budget.step += 1
         for kind, count in counts.items():
-            views[kind] = views.get(kind, 0) + count
+            views[kind] = views.get(kind, 0) + count * workers.count
         if budget.step in (5, 15) or budget.step % 50 == 0:
-            value = float(loss)  # waits for the device
+            value = float(loss.detach())  # waits for the device
             budget.mark()
             if value != value:
                 raise FloatingPointError(f"{phase.name} loss is not finite at step {budget.step}")
@@ -312,9 +331,10 @@ def train_transformer(
                 scales=[round(v, 4) for v in losses.tolist()],
             )
         if budget.elapsed_s - saved_at > 150:
-            save(full=True)
+            save()
             saved_at = budget.elapsed_s
-    save(full=True)
+    save()
+    workers.wait()
     return averaged_model(model, ema)
 
 

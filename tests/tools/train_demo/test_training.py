@@ -17,12 +17,22 @@ from toprovar.exporter.schedules import schedule_for
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import read_json
 from toprovar.runtime.word_tokenizer import WordTokenizer, tokenizer_from_document, vocabulary_from_texts
-from toprovar.tools.train_demo import captions, finish, state, tokenizer_stage, train, transformer_stage
+from toprovar.tools.evaluation.classifier import FILE, crop, load_classifier, places_of
+from toprovar.tools.train_demo import (
+    captions,
+    classifier_stage,
+    finish,
+    state,
+    tokenizer_stage,
+    train,
+    transformer_stage,
+)
 from toprovar.tools.train_demo.bank import CAPTIONS_PER_SCENE, Bank, build_bank, mask_of
 from toprovar.tools.train_demo.captions import COLOURS, Concept, Scene
 from toprovar.tools.train_demo.clock import Budget, warm_cosine
 from toprovar.tools.train_demo.data import Composer, SceneSampler, Sprites, load_sprites, sprites_from_images
 from toprovar.tools.train_demo.forward import TrainingForward, sample
+from toprovar.tools.train_demo.workers import start_workers, stop_workers
 
 TOLERANCE = {
     "same_arithmetic": 1e-5,  # fp32, another order of the same sums
@@ -30,7 +40,7 @@ TOLERANCE = {
 }
 SCHEDULE = schedule_for(1.0, "0.25M")
 CPU = torch.device("cpu")
-TINY = dataclasses.replace(transformer_stage.CONFIG, depth=2, width=48, heads=3, ffn_width=96, text_width=32)
+TINY = dataclasses.replace(transformer_stage.SIZES["S"], depth=2, width=48, heads=3, ffn_width=96, text_width=32)
 PHASE = dataclasses.replace(transformer_stage.PHASE_A, batch=3, scales=5)
 
 
@@ -267,15 +277,95 @@ def test_missing_pack_names_the_command(tmp_path: Path) -> None:
 def test_finished_results_replace_the_state_copies(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     (run / "demo").mkdir(parents=True)
-    names = ["metrics.json", "log.jsonl", "sheet.png", "sheet_tokenizer.png", "transformer.json"]
-    names += [f"{stem}-0.safetensors" for stem in ("tokenizer", "transformer", "transformer_ema")]
+    results = ["metrics.json", "log.jsonl", "sheet.png", "classifier.safetensors"]
+    names = [*results, "transformer.json", "tokenizer-0.safetensors", "transformer_ema-0.safetensors"]
     shipped = ["infinity_demo.safetensors", "text_encoder.safetensors", "tokenizer_demo.safetensors", "vocabulary.json"]
-    for name in [*names, *(f"demo/{name}" for name in shipped)]:
+    for name in [*names, "transformer-0.safetensors", "sheet_tokenizer.png", *(f"demo/{name}" for name in shipped)]:
         (run / name).write_bytes(b"x")
     session = object.__new__(train.Session)
     session.run, session.options = run, argparse.Namespace(out=out)
     session.copy_results(finished=False)
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     session.copy_results(finished=True)
-    finished = ["log.jsonl", "metrics.json", "sheet.png", "transformer_ema-0.safetensors", *shipped]
-    assert sorted(path.name for path in out.iterdir()) == sorted(finished)
+    assert sorted(path.name for path in out.iterdir()) == sorted([*results, *shipped])
+
+
+def test_decoder_stage_leaves_the_codes_alone(tmp_path: Path, sprites: Sprites) -> None:
+    composer = Composer(sprites)
+    before = tokenizer_stage.new_tokenizer(3, (32, 32, 32, 32))
+    state.save_pieces(state.as_fp16(before.state_dict()), tmp_path, "tokenizer")
+    before = tokenizer_stage.load_tokenizer(tmp_path, CPU)
+    after = tokenizer_stage.train_tokenizer(
+        tmp_path,
+        composer,
+        SCHEDULE,
+        600,
+        seed=1,
+        batch=1,
+        compile_model=False,
+        log=log(tmp_path),
+        max_steps=1,
+        part=tokenizer_stage.DECODER,
+    )
+    image = composer.draw([Scene("single", (1,), "flat", "plain", "teal")])
+    with torch.no_grad():
+        assert torch.equal(before.encode(image), after.encode(image))
+        assert not torch.equal(before.decode(before.encode(image)), after.decode(before.encode(image)))
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert {"single", "pattern", "scene"} <= set(lines[-1]["psnr_db"])
+
+
+def test_classifier_learns_the_drawings(tmp_path: Path, sprites: Sprites) -> None:
+    composer = Composer(sprites)
+    tokenizer = tokenizer_stage.new_tokenizer(3, (32, 32, 32, 32)).eval()
+    metrics = classifier_stage.train_classifier(
+        tmp_path,
+        composer,
+        tokenizer,
+        SCHEDULE,
+        600,
+        seed=1,
+        pool=48,
+        batch=32,
+        log=log(tmp_path),
+        max_steps=60,
+        spoil=0.0,
+    )
+    clean = metrics["clean"]
+    assert isinstance(clean, dict)
+    assert clean["style"] > 0.6  # four colours; chance is 0.25
+    assert clean["concept"] > 0.3  # six polygons and "nothing"; chance is 0.17
+    classifier = load_classifier(tmp_path / FILE)
+    judged = classifier(crop(composer.draw([Scene("single", (2,), "noto", "plain", "red")]), places_of("single")[0]))
+    assert judged.concepts.shape == (1, 7)
+    assert judged.styles.shape == (1, 4)
+
+
+def test_unreadable_classifier_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"not a classifier")
+    with pytest.raises(ToprovarError, match="not a readable drawing classifier") as error:
+        load_classifier(tmp_path / FILE)
+    assert error.value.hint
+    assert "classifier" in error.value.hint
+
+
+def _worker(rank: int, folder: str) -> None:
+    import os
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "WORLD_SIZE": "2", "RANK": str(rank)}
+    workers = start_workers("cpu")
+    parameters = [torch.zeros(3), torch.zeros(2, 2)]
+    for i, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, float(rank + 10 * i))
+    workers.average_gradients(parameters)
+    workers.wait()
+    decided = workers.from_first(float(rank), 7.0)
+    gradients = [p.grad.flatten().tolist() for p in parameters if p.grad is not None]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([gradients, decided]))
+    stop_workers(workers)
+
+
+def test_two_workers_share_gradients_and_decisions(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_worker, (str(tmp_path),), nprocs=2)
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert results[0] == results[1] == [[[0.5] * 3, [10.5] * 4], [0.0, 7.0]]
