@@ -74,10 +74,10 @@ def numbers_from_metrics(metrics: dict[str, Any]) -> str:
         lines += _size_lines(shipped, metrics["size_S"]["shipped"])
     if "classifier" in metrics:
         judge = metrics["classifier"]
+        clean, spoiled = (100 * judge[key]["concept"] for key in ("clean", "through_tokenizer"))
         lines += [
-            f"Classifier ({judge['parameters']:,} parameters): names {100 * judge['clean']['concept']:.1f} % of new clean "
-            f"crops right, {100 * judge['through_tokenizer']['concept']:.1f} % of those that went through the tokenizer "
-            "with flipped bits.",
+            f"Classifier ({judge['parameters']:,} parameters): names {clean:.2f} % of new clean crops right, and "
+            f"{spoiled:.2f} % of those that went through the tokenizer with flipped bits.",
         ]
     return "\n".join(lines).rstrip()
 
@@ -95,8 +95,8 @@ def _size_lines(larger: dict[str, Any], smaller: dict[str, Any]) -> list[str]:
         rows.append([name, *(f"{100 * size[key]['top1']:.0f} %" for size in (smaller, larger))])
     rows.append(["transformer steps", f"{smaller['steps']}", f"{larger['steps']}"])
     return [
-        "Size S (8 layers, width 192, the earlier model) beside M, both as shipped; losses are means over scales in nats "
-        "per bit:",
+        "Size S (8 layers, width 192, the earlier model) beside M, both as shipped; losses are means over scales in "
+        "nats per bit:",
         "",
         *_table(["", "S", "M"], rows),
     ]
