@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+from scipy.linalg import sqrtm
+
+from toprovar.runtime.errors import ToprovarError
+from toprovar.tools.evaluation.frechet import (
+    FILE,
+    bootstrap_spread,
+    features_of,
+    frechet_distance,
+    read_reference,
+    write_reference,
+)
+
+TOLERANCE = {"root": 1e-6, "stored": 1e-5}  # two ways to the same root; float32 on disk
+
+
+def crops(count, seed, shift=0.0, width=7):
+    generator = np.random.default_rng(seed)
+    mixing = np.random.default_rng(99).normal(size=(width, width))
+    return (generator.normal(size=(count, width)) @ mixing + shift).astype(np.float32)
+
+
+def test_distance_agrees_with_a_matrix_square_root():
+    a, b = features_of(crops(81, 1)), features_of(crops(97, 2, shift=0.3) * 1.4)
+    root = sqrtm(a.covariance @ b.covariance).real
+    expected = np.square(a.mean - b.mean).sum() + np.trace(a.covariance + b.covariance - 2 * root)
+    assert frechet_distance(a, b) == pytest.approx(expected, rel=TOLERANCE["root"])
+
+
+def test_distance_of_equals_is_nothing_and_of_a_shift_its_square():
+    rows = crops(300, 1)
+    same, moved = features_of(rows), features_of(rows + 2.0)
+    assert frechet_distance(same, same) == pytest.approx(0, abs=1e-6)
+    assert frechet_distance(same, moved) == pytest.approx(4 * 7, rel=1e-5)
+
+
+def test_fewer_crops_lie_further_away():
+    reference = features_of(crops(20_000, 5))
+    small = np.mean([frechet_distance(features_of(crops(20, s)), reference) for s in range(20)])
+    large = np.mean([frechet_distance(features_of(crops(400, s)), reference) for s in range(20)])
+    assert small > 4 * large
+
+
+def test_bootstrap_spread_is_that_of_repeated_experiments():
+    reference = features_of(crops(20_000, 5))
+    values = [frechet_distance(features_of(crops(200, s, shift=0.5)), reference) for s in range(200)]
+    spread = bootstrap_spread([row[None] for row in crops(200, 777, shift=0.5)], reference)
+    assert spread == pytest.approx(1.96 * np.std(values), rel=0.3)
+
+
+def test_difference_to_itself_has_no_spread():
+    pictures = [crops(2, s) for s in range(30)]
+    assert bootstrap_spread(pictures, features_of(crops(300, 8)), pictures, resamples=20) == 0
+
+
+@pytest.mark.parametrize("rows", [np.zeros((1, 3)), np.array([[1.0, np.nan], [1.0, 2.0]])])
+def test_too_few_or_broken_crops_are_refused(rows):
+    with pytest.raises(ValueError, match="crops"):
+        features_of(rows)
+
+
+def test_reference_comes_back(tmp_path):
+    features = features_of(crops(81, 1))
+    write_reference(tmp_path / FILE, features, {"pictures": "9"})
+    stored = read_reference(tmp_path / FILE, 7)
+    assert stored.count == 81
+    np.testing.assert_allclose(stored.covariance, features.covariance, rtol=TOLERANCE["stored"])
+    with pytest.raises(ToprovarError, match=r"features of shape \[7\]; the classifier has 112"):
+        read_reference(tmp_path / FILE, 112)
+
+
+def test_damaged_reference_is_refused(tmp_path):
+    with pytest.raises(ToprovarError, match="no readable reference features"):
+        read_reference(tmp_path / FILE, 7)
+    (tmp_path / FILE).write_bytes(b"nonsense")
+    with pytest.raises(ToprovarError, match="no readable reference features"):
+        read_reference(tmp_path / FILE, 7)
+    features = features_of(crops(81, 1))
+    features.mean[2] = np.inf
+    write_reference(tmp_path / FILE, features, {})
+    with pytest.raises(ToprovarError, match="not finite"):
+        read_reference(tmp_path / FILE, 7)

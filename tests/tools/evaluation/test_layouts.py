@@ -1,0 +1,54 @@
+import pytest
+import torch
+from evaluation_helpers import CONCEPTS
+
+from toprovar.tools.evaluation.background import Background, background_of, render
+from toprovar.tools.evaluation.layouts import arrangement_of, find_arrangement, foreground, objects_mask
+from toprovar.tools.train_demo.captions import LAYOUTS, OBJECTS_IN, Scene
+
+WHITE = Background("plain", "white")
+
+
+def scene_of(layout, pattern="plain", second=""):
+    return Scene(layout, tuple(range(OBJECTS_IN[layout])), "noto", pattern, "white", second)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_found_in_its_picture(composer, layout):
+    scene = scene_of(layout)
+    rgb = (composer.draw([scene])[0] + 1) / 2
+    assert find_arrangement(foreground(rgb, background_of(scene))) == arrangement_of(layout)
+
+
+@pytest.mark.parametrize("pattern", ["checkered", "striped", "gradient"])
+def test_patterns_are_no_objects(composer, pattern):
+    scene = scene_of("single", pattern, "navy")
+    rgb = (composer.draw([scene])[0] + 1) / 2
+    mask = foreground(rgb, background_of(scene))
+    assert find_arrangement(mask) == "single"
+    assert not bool(mask[~objects_mask("single")].any())
+
+
+def test_tall_and_wide_objects_are_still_one(composer):
+    for y, x in ((slice(16, 240), slice(110, 146)), (slice(110, 146), slice(16, 240))):
+        mask = torch.zeros(256, 256, dtype=torch.bool)
+        mask[y, x] = True
+        assert find_arrangement(mask) == "single"
+
+
+def test_a_missing_object_changes_the_count(composer):
+    scene = scene_of("four")
+    rgb = (composer.draw([scene])[0] + 1) / 2
+    rgb[:, 136:, 136:] = 1.0
+    assert find_arrangement(foreground(rgb, WHITE)) != "four"
+
+
+def test_empty_picture_shows_nothing():
+    assert find_arrangement(foreground(render(WHITE), WHITE)) == "none"
+
+
+def test_a_tinted_background_and_single_specks_make_no_foreground(composer):
+    rgb = render(Background("plain", "red")) * 0.8
+    rgb[:, 100, 100] = 1.0
+    assert not bool(foreground(rgb, Background("plain", "red")).any())
+    assert len(CONCEPTS) >= 4
