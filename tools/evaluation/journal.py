@@ -102,10 +102,11 @@ class Journal:
         """Appends a record. Raises: ToprovarError if the file cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            line = _line(identity, record)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line(identity, record))
+                file.write(line)
         except OSError as error:
             raise ToprovarError(
                 f"{self.path} cannot be written: {error.strerror}", "free space, then --resume"
             ) from None
-        self.done[identity] = record
+        self.done[identity] = _record(line)[1]  # as rounded there, so that a resumed evaluation gives the same numbers

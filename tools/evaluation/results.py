@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from toprovar.tools.evaluation.frechet import Features, bootstrap_spread, features_of, frechet_distance
+from toprovar.tools.evaluation.frechet import Features, features_of, frechet_distance, half_width, resampled_distances
 from toprovar.tools.evaluation.intervals import Z, mcnemar_p, paired_difference, wilson_interval
 from toprovar.tools.evaluation.journal import Record
 from toprovar.tools.evaluation.prompts import BUCKETS, SCENE_LAYOUTS, Prompt
@@ -71,10 +71,10 @@ def frechet_facts(records: Sequence[Record], reference: Features, base: Sequence
     rows = np.concatenate(own)
     if len(own) < 2:
         return {}
-    distance = frechet_distance(features_of(rows), reference)
+    distance, resampled = frechet_distance(features_of(rows), reference), resampled_distances(own, reference)
     facts: dict[str, Any] = {
         "distance": round(distance, 5),
-        "half_width": round(bootstrap_spread(own, reference), 5),
+        "half_width": round(half_width(resampled), 5),
         "crops": len(rows),
         "reference_crops": reference.count,
     }
@@ -83,7 +83,7 @@ def frechet_facts(records: Sequence[Record], reference: Features, base: Sequence
         difference = distance - frechet_distance(features_of(np.concatenate(theirs)), reference)
         facts["to_dense"] = {
             "difference": round(difference, 5),
-            "half_width": round(bootstrap_spread(own, reference, theirs), 5),
+            "half_width": round(half_width(resampled - resampled_distances(theirs, reference)), 5),
         }
     return facts
 

@@ -5,10 +5,11 @@ from scipy.linalg import sqrtm
 from toprovar.runtime.errors import ToprovarError
 from toprovar.tools.evaluation.frechet import (
     FILE,
-    bootstrap_spread,
     features_of,
     frechet_distance,
+    half_width,
     read_reference,
+    resampled_distances,
     write_reference,
 )
 
@@ -23,9 +24,16 @@ def crops(count, seed, shift=0.0, width=7):
 
 def test_distance_agrees_with_a_matrix_square_root():
     a, b = features_of(crops(81, 1)), features_of(crops(97, 2, shift=0.3) * 1.4)
-    root = sqrtm(a.covariance @ b.covariance).real
-    expected = np.square(a.mean - b.mean).sum() + np.trace(a.covariance + b.covariance - 2 * root)
+    (m, C), (n, D) = ((f.mean.numpy(), f.covariance.numpy()) for f in (a, b))
+    expected = np.square(m - n).sum() + np.trace(C + D - 2 * sqrtm(C @ D).real)
     assert frechet_distance(a, b) == pytest.approx(expected, rel=TOLERANCE["root"])
+
+
+def test_mean_and_covariance_are_numpys():
+    rows = crops(81, 3)
+    found = features_of(rows)
+    np.testing.assert_allclose(found.mean, rows.astype(np.float64).mean(0))
+    np.testing.assert_allclose(found.covariance, np.cov(rows.astype(np.float64), rowvar=False))
 
 
 def test_distance_of_equals_is_nothing_and_of_a_shift_its_square():
@@ -45,13 +53,16 @@ def test_fewer_crops_lie_further_away():
 def test_bootstrap_spread_is_that_of_repeated_experiments():
     reference = features_of(crops(20_000, 5))
     values = [frechet_distance(features_of(crops(200, s, shift=0.5)), reference) for s in range(200)]
-    spread = bootstrap_spread([row[None] for row in crops(200, 777, shift=0.5)], reference)
+    spread = half_width(resampled_distances([row[None] for row in crops(200, 777, shift=0.5)], reference))
     assert spread == pytest.approx(1.96 * np.std(values), rel=0.3)
 
 
-def test_difference_to_itself_has_no_spread():
+def test_resamples_of_equally_many_pictures_are_paired():
+    reference = features_of(crops(300, 8))
     pictures = [crops(2, s) for s in range(30)]
-    assert bootstrap_spread(pictures, features_of(crops(300, 8)), pictures, resamples=20) == 0
+    nearly = [rows + 1e-4 for rows in pictures]
+    mine, theirs = (resampled_distances(rows, reference, resamples=20) for rows in (pictures, nearly))
+    assert half_width(mine - theirs) < 1e-2 * half_width(mine)
 
 
 @pytest.mark.parametrize("rows", [np.zeros((1, 3)), np.array([[1.0, np.nan], [1.0, 2.0]])])
@@ -65,7 +76,7 @@ def test_reference_comes_back(tmp_path):
     write_reference(tmp_path / FILE, features, {"pictures": "9"})
     stored = read_reference(tmp_path / FILE, 7)
     assert stored.count == 81
-    np.testing.assert_allclose(stored.covariance, features.covariance, rtol=TOLERANCE["stored"])
+    np.testing.assert_allclose(stored.covariance.numpy(), features.covariance.numpy(), rtol=TOLERANCE["stored"])
     with pytest.raises(ToprovarError, match=r"features of shape \[7\]; the classifier has 112"):
         read_reference(tmp_path / FILE, 112)
 
