@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import colorsys
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
+from command_line import write_model
+from conftest import tiny_model
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
-from toprovar.tools.evaluation.classifier import FEATURES, STYLES, Judgement
+from toprovar.exporter.infinity.tokenizer import BitTokenizer, TokenizerConfig
+from toprovar.tools.evaluation import frechet, ground_truth
+from toprovar.tools.evaluation.classifier import FEATURES, FILE, STYLES, DrawingClassifier, Judgement
+from toprovar.tools.evaluation.concepts import write_concepts
 from toprovar.tools.train_demo.captions import Concept
 from toprovar.tools.train_demo.data import Sprites, sprites_from_images
+from toprovar.tools.train_demo.finish import packed
+from toprovar.tools.train_demo.state import save_tensors
 
 # names with held-out styles (raccoon, snail, rhinoceros) and held-out pairs among them
 NAMES = ("bat", "car", "pushpin", "laptop", "backpack", "raccoon", "snail", "rhinoceros")
@@ -62,3 +73,18 @@ class ColourJudge(nn.Module):
         features = torch.zeros(len(crops), FEATURES)
         features[:, :3] = middle
         return Judgement(concepts, styles, features)
+
+
+def write_judged_model(folder: Path, concepts: Sequence[Concept]) -> Path:
+    """A model that draws 256 x 256 pixels from 16 x 16 tokens, and files to judge it by; all weights are random."""
+    model = tiny_model()
+    torch.manual_seed(1)
+    model.tokenizer = BitTokenizer(TokenizerConfig(model.config.code_channels, (32,) * 5, res_blocks=1))
+    write_model(model, folder)
+    write_concepts(folder, concepts)
+    save_tensors(packed(DrawingClassifier(len(concepts)).state_dict()), folder / FILE)
+    rows = np.random.default_rng(0).normal(size=(300, FEATURES))
+    frechet.write_reference(folder / frechet.FILE, frechet.features_of(rows), {})
+    nothing = {"schema_version": 1, "prompts_sha256": "", "judge_sha256": "", "entries": []}
+    (folder / ground_truth.REFERENCE_SCORES).write_text(json.dumps(nothing))
+    return folder

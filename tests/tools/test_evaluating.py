@@ -7,22 +7,18 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from command_line import call, done, listing, refusal, write_model
-from conftest import tiny_model
+from evaluation_helpers import write_judged_model
 from PIL import Image
 
-from toprovar.exporter.infinity.tokenizer import BitTokenizer, TokenizerConfig
 from toprovar.exporter.model import PACKAGED, load_model
 from toprovar.runtime.plan import Plan, Restore, Score, save_plan
 from toprovar.tools import evaluating
 from toprovar.tools.evaluation import frechet, ground_truth
 from toprovar.tools.evaluation import pictures as making
-from toprovar.tools.evaluation.classifier import FEATURES, FILE, DrawingClassifier
+from toprovar.tools.evaluation.classifier import FILE
 from toprovar.tools.evaluation.concepts import read_concepts, write_concepts
 from toprovar.tools.evaluation.intervals import wilson_interval
-from toprovar.tools.train_demo.finish import packed
-from toprovar.tools.train_demo.state import save_tensors
 
 PROMPTS = 3
 CONCEPTS = read_concepts(PACKAGED["demo"])
@@ -30,18 +26,7 @@ CONCEPTS = read_concepts(PACKAGED["demo"])
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model that draws 256 x 256 pixels from 16 x 16 tokens, and files to judge it by; all weights are random."""
-    model = tiny_model()
-    torch.manual_seed(1)
-    model.tokenizer = BitTokenizer(TokenizerConfig(model.config.code_channels, (32,) * 5, res_blocks=1))
-    folder = write_model(model, tmp_path_factory.mktemp("evaluated") / "tiny")
-    write_concepts(folder, CONCEPTS)
-    save_tensors(packed(DrawingClassifier(len(CONCEPTS)).state_dict()), folder / FILE)
-    rows = np.random.default_rng(0).normal(size=(300, FEATURES))
-    frechet.write_reference(folder / frechet.FILE, frechet.features_of(rows), {})
-    nothing = {"schema_version": 1, "prompts_sha256": "", "judge_sha256": "", "entries": []}
-    (folder / ground_truth.REFERENCE_SCORES).write_text(json.dumps(nothing))
-    return folder
+    return write_judged_model(tmp_path_factory.mktemp("evaluated") / "tiny", CONCEPTS)
 
 
 @pytest.fixture(scope="module")
