@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -113,6 +113,15 @@ def _picture_path(out: Path, prompt: Prompt, variant: str) -> Path:
     return out / "pictures" / f"{prompt.index:03d}_{variant}.png"
 
 
+def _is_picture_of(path: Path, identity: str) -> bool:
+    """Whether a file holds the picture of a record, and not that of an evaluation with other options."""
+    try:
+        with Image.open(path) as picture:
+            return picture.info.get("identity") == identity
+    except (OSError, SyntaxError):  # missing or damaged
+        return False
+
+
 class _Evaluation:
     """Draws and judges what the journal lacks."""
 
@@ -142,9 +151,11 @@ class _Evaluation:
         }
 
     def _is_done(self, prompt: Prompt, variant: str) -> bool:
-        shown = prompt.index < SHEET_PROMPTS
-        return self.identities[prompt.index, variant] in self.journal.done and (
-            not shown or _picture_path(self.request.out, prompt, variant).exists()
+        identity = self.identities[prompt.index, variant]
+        if identity not in self.journal.done:
+            return False
+        return prompt.index >= SHEET_PROMPTS or _is_picture_of(
+            _picture_path(self.request.out, prompt, variant), identity
         )
 
     def missing(self) -> list[tuple[Prompt, list[str]]]:
@@ -197,7 +208,13 @@ class _Evaluation:
                 "evaluate a model of the demo's size",
             )
         if prompt.index < SHEET_PROMPTS:
-            facts = {"prompt": prompt.text, "seed": str(seed), "variant": name, "software": f"toprovar {VERSION}"}
+            facts = {
+                "prompt": prompt.text,
+                "seed": str(seed),
+                "variant": name,
+                "identity": self.identities[prompt.index, name],
+                "software": f"toprovar {VERSION}",
+            }
             write_png(_picture_path(self.request.out, prompt, name), image, facts)
         pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 127.5 - 1
         verdict = score_pictures(pixels, [prompt.scene], self.truth.judge)[0]
@@ -371,19 +388,32 @@ def run_evaluation(request: EvaluationRequest) -> dict[str, Any]:
 
 
 def print_evaluation(document: dict[str, Any]) -> None:
-    """The scores as a table on stdout."""
+    """The scores as a table on stdout, a column per kind of pictures."""
     from toprovar.tools.evaluation.scoring import ASPECTS
 
-    table = Table(title=f"share right of {document['prompts']['count']} prompts, split {document['split']}")
-    for name in ("pictures", "TLE", "all", *ASPECTS, "Fréchet", "SSIM"):
-        table.add_column(name, justify="left" if name == "pictures" else "right")
-    for entry in (*document["variants"], *document["references"]):
-        cells = [entry["name"], f"{entry['tle_speedup']:.2f}" if "tle_speedup" in entry else ""]
-        for aspect in ("all", *ASPECTS):
-            found = entry["aspects"][aspect]
-            cells.append(f"{found['share']:.3f}" if found else "")
-        cells.append(f"{entry['frechet']['distance']:.3f}" if entry["frechet"] else "")
-        against = entry.get("against_dense")
-        cells.append(f"{against['ssim']['mean']:.3f}" if against else "")
-        table.add_row(*cells)
+    entries = [*document["variants"], *document["references"]]
+    table = Table(title=f"share right of {document['prompts']['count']} prompts, split {document['split']} [95 %]")
+    table.add_column("")
+    for entry in entries:
+        table.add_column(entry["name"], justify="right")
+
+    def row(name: str, cell: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(name, *(cell(entry) for entry in entries))
+
+    def share(entry: dict[str, Any], aspect: str) -> str:
+        found = entry["aspects"][aspect]
+        if not found:
+            return ""
+        low, high = found["interval"]
+        return f"{found['share']:.3f} {low:.2f}–{high:.2f}"
+
+    for aspect in ("all", *ASPECTS):
+        row(aspect, lambda entry, aspect=aspect: share(entry, aspect))  # type: ignore[misc]
+    row(
+        "Fréchet",
+        lambda e: f"{e['frechet']['distance']:.3f} ± {e['frechet']['half_width']:.3f}" if e["frechet"] else "",
+    )
+    row("SSIM to dense", lambda e: f"{e['against_dense']['ssim']['mean']:.3f}" if e.get("against_dense") else "")
+    row("TLE", lambda e: f"{e['tle_speedup']:.2f}" if "tle_speedup" in e else "")
+    row("steps, ms", lambda e: f"{e['steps_ms_median']:.0f}" if "steps_ms_median" in e else "")
     console.out.print(table)

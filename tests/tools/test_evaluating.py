@@ -112,6 +112,10 @@ def test_interrupted_evaluation_resumes_to_the_same_result(folder, plan, finishe
     assert pictures(json.loads(end.stdout)) == pictures(document)
     assert drawn[2:] == [(6, "dense"), (6, "half"), (7, "dense"), (7, "half")]  # after one warm-up of each
     drawn.clear()
+    Image.new("RGB", (256, 256)).save(tmp_path / "out" / "pictures" / "002_half.png")  # of some other evaluation
+    assert pictures(json.loads(done(*options, "--resume").stdout)) == pictures(document)
+    assert drawn[2:] == [(7, "dense"), (7, "half")]
+    drawn.clear()
     assert pictures(json.loads(done(*options, "--resume").stdout)) == pictures(document)
     assert not drawn
     assert "an earlier evaluation was begun there" in refusal(*options)

@@ -12,7 +12,7 @@ from toprovar.tools.evaluation.scoring import ASPECTS
 
 CELL = 128
 INITIALS = {"concept": "C", "style": "S", "background": "B", "pattern": "P", "count": "N", "relation": "R"}
-TEXT_HEIGHT, MARK_HEIGHT, GAP = 34, 14, 6
+TEXT_HEIGHT, MARK_HEIGHT, GAP = 40, 14, 6
 RIGHT, WRONG = (20, 120, 60), (190, 30, 30)
 
 

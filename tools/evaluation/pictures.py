@@ -36,11 +36,11 @@ class Picture:
 
 
 class Maker(Protocol):
-    """variant: "dense" or the name of a plan."""
+    """variant: "dense" or the name of a plan; guidance: instead of the one the maker was built with."""
 
     description: str
 
-    def make(self, prompt: str, seed: int, variant: str) -> Picture: ...
+    def make(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Picture: ...
 
 
 class BundleMaker:
@@ -71,9 +71,9 @@ class BundleMaker:
         for pipeline, variant in self._pipelines.values():
             pipeline.prepare(variant)
 
-    def make(self, prompt: str, seed: int, variant: str) -> Picture:
+    def make(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Picture:
         pipeline, own = self._pipelines[variant]
-        result = pipeline.generate(prompt, seed, own)
+        result = pipeline.generate(prompt, seed, own, guidance=guidance)
         if result.image is None:
             raise ToprovarError("the model has no tokenizer, so it makes no picture", "name one in its model.json")
         return Picture(result.image, result.latency_ms["steps"])
@@ -106,7 +106,7 @@ class TorchMaker:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def make(self, prompt: str, seed: int, variant: str) -> Picture:
+    def make(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Picture:
         import torch
 
         from toprovar.exporter.infinity.generate import generate
@@ -115,12 +115,13 @@ class TorchMaker:
             drawn = uniform_noise(seed, scale, tokens, self.model.config.bits)
             return torch.from_numpy(drawn)[None].to(self.device)
 
+        guidance = guidance or self.guidance
         with torch.device(self.device):
-            rows = encode_prompt(self.model, prompt, self.guidance)
+            rows = encode_prompt(self.model, prompt, guidance)
             self._wait()
             started = time.perf_counter()
             run = generate(
-                self.model.transformer, rows, self.model.schedule, self.guidance, noise, plan=self.plans.get(variant)
+                self.model.transformer, rows, self.model.schedule, guidance, noise, plan=self.plans.get(variant)
             )
             self._wait()
             steps_ms = (time.perf_counter() - started) * 1e3

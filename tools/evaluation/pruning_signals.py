@@ -33,7 +33,7 @@ from toprovar.exporter.model import Model, load_model
 from toprovar.exporter.prompts import encode_prompt
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
-from toprovar.runtime.json_files import read_json, write_json
+from toprovar.runtime.json_files import write_json
 from toprovar.runtime.noise import check_seed, uniform_noise
 from toprovar.runtime.pipeline import picture_from_image
 from toprovar.runtime.version import VERSION
@@ -43,7 +43,7 @@ from toprovar.tools.evaluation.concepts import read_concepts
 from toprovar.tools.evaluation.ground_truth import ground_truth_folder
 from toprovar.tools.evaluation.layouts import foreground, objects_mask
 from toprovar.tools.evaluation.prompts import BUCKETS, Prompt, prompts_digest, prompts_of
-from toprovar.tools.evaluation.table import show
+from toprovar.tools.evaluation.table import read_results, show
 
 if TYPE_CHECKING:
     from toprovar.exporter.schedules import Schedule
@@ -276,7 +276,8 @@ def pruning_signals(
 
     def work() -> None:
         if table is not None:
-            show(table, into, "pruning signals", markdown(read_json(table)))
+            document = read_results(table, ("scales", "bits_nats"), "this command")
+            show(table, into, "pruning signals", markdown(document))
             return
         if out is None:
             raise ToprovarError("--out is needed", "name the file to write: --out docs/data/demo_pruning_signals.json")

@@ -26,7 +26,7 @@ from toprovar.tools.evaluation.ground_truth import REFERENCE_SCHEMA_VERSION, REF
 from toprovar.tools.evaluation.journal import Record
 from toprovar.tools.evaluation.prompts import Prompt, draw_prompts, prompts_digest, prompts_of
 from toprovar.tools.evaluation.results import frechet_facts, scores
-from toprovar.tools.evaluation.scoring import score_pictures
+from toprovar.tools.evaluation.scoring import crop_features, score_pictures
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,8 +89,13 @@ def write_reference_files(
         return tokenizer.decode(codes.summed).float()
 
     others = [prompt for i in range(rounds) for prompt in draw_prompts(concepts, FIRST_SEED + i, "test", counts=counts)]
-    rows = np.concatenate([record.features for record in _judged(others, real, judge, "reference pictures")])
-    features = frechet.features_of(rows)
+    rows = []
+    with console.progress("reference features") as advance:
+        for start in range(0, len(others), BATCH):
+            part = others[start : start + BATCH]
+            rows.append(crop_features(real(part), [p.scene for p in part], judge))
+            advance(min(start + BATCH, len(others)), len(others))
+    features = frechet.features_of(np.concatenate(rows))
     judge_sha256 = hashlib.sha256((folder / judges.FILE).read_bytes()).hexdigest()
     frechet.write_reference(
         folder / frechet.FILE,

@@ -109,6 +109,14 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def read_results(path: Path, keys: Sequence[str], what: str) -> Any:
+    """A result file. Raises: ToprovarError if it is none of this version, which has `keys`."""
+    document = read_json(path)
+    if not isinstance(document, dict) or document.get("schema_version") != 1 or not set(keys) <= set(document):
+        raise ToprovarError(f"{path} holds no results of {what}", "pass the JSON file that it wrote")
+    return document
+
+
 def marks(name: str) -> tuple[str, str]:
     """The comments around a generated block of a page."""
     return f"<!-- {name}: begin, generated -->\n", f"<!-- {name}: end -->\n"
@@ -150,7 +158,12 @@ def table(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks and debug messages.")] = False,
 ) -> None:
     """Print the tables of a result file, or put them into a page."""
-    code = console.run_command(lambda: show(results, into, "evaluation", markdown(read_json(results))), verbose)
+
+    def work() -> None:
+        document = read_results(results, ("variants", "references", "prompts"), "toprovar evaluate")
+        show(results, into, "evaluation", markdown(document))
+
+    code = console.run_command(work, verbose)
     if code:
         raise typer.Exit(code)
 

@@ -1,12 +1,13 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 import torch
 from evaluation_helpers import CONCEPTS, COUNTS, NAMES
 
 from toprovar.tools.evaluation.prompts import prompts_of
-from toprovar.tools.evaluation.scoring import ASPECTS, asked_concepts, score_pictures
+from toprovar.tools.evaluation.scoring import ASPECTS, asked_concepts, crop_features, score_pictures
 from toprovar.tools.train_demo.captions import COLOUR_NAMES, Scene
 
 PAIR = Scene("pair", (0, 3), "noto", "plain", "white")
@@ -95,6 +96,14 @@ def test_picture_without_objects_is_no_concept(composer, judge):
     assert verdict.arrangement == "none"
     assert not verdict.right["count"]
     assert verdict.right["background"]
+
+
+def test_features_alone_are_those_of_the_verdicts(composer, judge):
+    scenes = [PAIR, Scene("single", (1,), "3d", "plain", "white"), PAIR]
+    pictures = composer.draw(scenes)
+    expected = np.concatenate([verdict.features for verdict in score_pictures(pictures, scenes, judge)])
+    found = crop_features(pictures, scenes, judge)
+    assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, expected.tolist()))
 
 
 def test_facts_are_json_and_complete(composer, judge):

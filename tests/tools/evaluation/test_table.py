@@ -59,7 +59,8 @@ def test_a_block_is_replaced_and_nothing_else(tmp_path):
         "groups": {"single": {"all": {"share": 0.5, "interval": [0.4, 0.6], "count": 9}}},
     }  # fmt: skip
     document = {
-        "split": "test", "seed": 0, "command": "toprovar evaluate demo", "backend": "x", "judge_sha256": "b" * 64,
+        "schema_version": 1, "split": "test", "seed": 0, "command": "toprovar evaluate demo", "backend": "x",
+        "judge_sha256": "b" * 64,
         "model": {"weights_sha256": "a" * 64, "guidance": {"cfg": [2.0], "tau": [0.7]}},
         "prompts": {"count": 9, "of": 9, "sha256": "c" * 64}, "variants": [entry], "references": [],
     }  # fmt: skip
@@ -69,6 +70,16 @@ def test_a_block_is_replaced_and_nothing_else(tmp_path):
     assert "| dense | 1.00 | 0.500 [0.400, 0.600] |" in printed.stdout
     assert CliRunner().invoke(table.app, [str(results), "--into", str(page)]).exit_code == 0
     assert page.read_text() == f"before\n{begin}{printed.stdout}{end}after\n"
+
+
+@pytest.mark.parametrize("app", [table.app, pruning_signals.app])
+@pytest.mark.parametrize("document", [[], {"schema_version": 2}, {"schema_version": 1, "variants": []}])
+def test_another_file_is_refused(tmp_path, app, document):
+    path = tmp_path / "other.json"
+    write_json(path, document)
+    end = CliRunner().invoke(app, [str(path)] if app is table.app else ["--table", str(path)])
+    assert end.exit_code == 2
+    assert "other.json holds no results of" in end.stderr
 
 
 @pytest.mark.parametrize("text", ["", "begin only\n<!-- evaluation: begin, generated -->\n"])
