@@ -23,20 +23,21 @@ SAME_PLACES = {"two": "pair", "grid": "four"}
 DIFFERENCE = 12.0  # CIELAB distance from which a pixel is foreground
 FILLED = 0.01  # of a place's area, the least that counts as something
 AREA_PRICE = 0.02
+MARGIN = 4  # pixels around a place that belong to it, since drawn edges are soft; places are 16 apart
 
 
 def arrangement_of(layout: str) -> str:
     return SAME_PLACES.get(layout, layout)
 
 
-@lru_cache(maxsize=1)
-def _regions() -> dict[str, Tensor]:
+@lru_cache(maxsize=2)
+def _regions(margin: int = 0) -> dict[str, Tensor]:
     """arrangement -> [places, 256, 256] bool."""
     regions = {}
     for name in OBJECTS:
         masks = torch.zeros(len(places_of(name)), IMAGE_SIZE, IMAGE_SIZE, dtype=torch.bool)
         for mask, (y, x, size) in zip(masks, places_of(name), strict=True):
-            mask[y : y + size, x : x + size] = True
+            mask[y - margin : y + size + margin, x - margin : x + size + margin] = True
         regions[name] = masks
     return regions
 
@@ -74,7 +75,7 @@ def find_arrangement(mask: Tensor) -> str:
     for name, places in _regions().items():
         if any(float((mask & place).sum()) < FILLED * float(place.sum()) for place in places):
             continue
-        region = places.any(0)
+        region = _regions(MARGIN)[name].any(0)
         cost = float((mask & ~region).sum()) / total + AREA_PRICE * float(region.float().mean())
         if cost < least:
             best, least = name, cost
