@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import sys
 from enum import Enum
@@ -56,6 +57,7 @@ Tau = Annotated[
 
 EXPORT_MODULES = ("torch", "onnx", "onnx_ir")
 CALIBRATE_MODULES = ("torch", "skimage", "matplotlib", "jinja2")
+EVALUATE_MODULES = ("torch", "onnx", "onnx_ir", "skimage")
 
 
 class Preset(str, Enum):
@@ -79,10 +81,30 @@ class Resample(str, Enum):
     area = "area"
 
 
+class Split(str, Enum):
+    test = "test"
+    development = "development"
+
+
+class PictureBackend(str, Enum):
+    onnxruntime = "onnxruntime"
+    pytorch = "pytorch"
+
+
+class Device(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class NumberFormat(str, Enum):
     fp32 = "fp32"
     fp16 = "fp16"
     bf16 = "bf16"
+
+
+def _command_line() -> str:
+    """What was typed, as results note it."""
+    return shlex.join(["toprovar", *sys.argv[1:]])
 
 
 def _finish(command: Any, verbose: bool) -> None:
@@ -287,6 +309,62 @@ def bench(
             console.print_json(facts)
         else:
             print_bench(facts)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="demo, or a folder that a training of the demo model wrote.")],
+    plan: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plan",
+            help="plan.json, or paper, full, fixed_exit, also with a target speed-up (full@2); repeatable. "
+            "Dense is always drawn.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", help="Folder of `toprovar calibrate demo` for presets; made anew if left out."),
+    ] = None,
+    split: Annotated[
+        Split, typer.Option("--split", help="development is for tuning, test for reporting.")
+    ] = Split.test,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="Only the first N prompts of the split; default all.")
+    ] = None,
+    backend: Annotated[
+        PictureBackend, typer.Option("--backend", help="What draws: the exported graphs, or the reference loop.")
+    ] = PictureBackend.onnxruntime,
+    device: Annotated[Device, typer.Option("--device", help="cuda needs --backend pytorch.")] = Device.cpu,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")] = 0,
+    cfg: Cfg = None,
+    tau: Tau = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the first prompt; prompt i takes seed + i.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the results.")] = Path("out/evaluation"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the pictures that are judged in --out.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be drawn, and draw nothing.")] = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Judge pictures of the demo model against their prompts: concept, style, background, count, relation."""
+
+    def body() -> None:
+        console.require_packages("evaluate", *EVALUATE_MODULES)
+        from toprovar.tools.evaluating import EvaluationRequest, print_evaluation, run_evaluation
+        from toprovar.tools.evaluating import dry_run as run_dry
+
+        request = EvaluationRequest(
+            model=model, out=out, command=_command_line(), plans=plan or (), calibration=calibration,
+            split=split.value, prompts=prompts, backend=backend.value, device=device.value, threads=threads,
+            cfg=cfg, tau=tau, seed=seed, resume=resume,
+        )  # fmt: skip
+        facts = run_dry(request, quiet=json) if dry_run else run_evaluation(request)
+        if json:
+            console.print_json(facts)
+        elif not dry_run:
+            print_evaluation(facts)
 
     _finish(body, verbose)
 

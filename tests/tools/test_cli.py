@@ -15,7 +15,7 @@ from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.version import VERSION
 from toprovar.tools import cli, console
 
-COMMANDS = ("demo", "calibrate", "export", "run", "bench", "inspect", "env")
+COMMANDS = ("demo", "calibrate", "export", "run", "bench", "evaluate", "inspect", "env")
 OPTIONAL = ("torch", "onnx", "onnx_ir", "skimage", "matplotlib", "jinja2", "scipy")
 INTERRUPTED = 130
 
@@ -71,6 +71,7 @@ def test_running_needs_nothing_optional_and_making_says_what_it_needs(tiny_bundl
         ["calibrate", "demo", "-o", tmp_path / "c"],
         ["export", "demo", "-o", tmp_path / "e"],
         ["demo", "-o", tmp_path / "d"],
+        ["evaluate", "demo", "-o", tmp_path / "v"],
         ["inspect", "demo"],
     )
     ends = on_a_bare_machine(*works, *lacks)

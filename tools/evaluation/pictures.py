@@ -1,0 +1,129 @@
+"""Pictures of one model, dense and by plans, from the same noise: through bundles as in production, or in PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from toprovar.exporter.bundle_writer import export_bundle
+from toprovar.exporter.infinity.graphs import StepOptions
+from toprovar.exporter.model import Model
+from toprovar.exporter.prompts import encode_prompt
+from toprovar.runtime.errors import EnvironmentFault, ToprovarError
+from toprovar.runtime.guidance import Guidance
+from toprovar.runtime.noise import uniform_noise
+from toprovar.runtime.pipeline import Pipeline, picture_from_image
+from toprovar.runtime.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """image: [H, W, 3] uint8; steps_ms: time of the scales with sampling, text and decoder apart."""
+
+    image: np.ndarray
+    steps_ms: float
+
+
+class Maker(Protocol):
+    """variant: "dense" or the name of a plan; guidance: instead of the one the maker was built with."""
+
+    description: str
+
+    def make(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Picture: ...
+
+
+class BundleMaker:
+    """One bundle per plan, run by ONNX Runtime. Dense pictures come from the first bundle."""
+
+    def __init__(
+        self, model: Model, folder: Path, guidance: Guidance, plans: Mapping[str, Plan], threads: int = 0
+    ) -> None:
+        from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
+        from toprovar.runtime.bundle import open_bundle
+        from toprovar.tools import console
+
+        options = StepOptions.for_guidance(guidance, model.config.depth, model.settings.text_tokens)
+        self._pipelines: dict[str, tuple[Pipeline, str]] = {}
+        with console.progress("export") as advance:
+            for done, (name, plan) in enumerate(plans.items() or ((DENSE, None),)):
+                export_bundle(model, folder / name, guidance, options, plan, model.schedule)
+                bundle = open_bundle(folder / name, verify=False)
+                backend = OnnxRuntimeBackend(bundle, threads)
+                pipeline = Pipeline(bundle, backend)
+                # a plan that prunes nothing has no variant of its own
+                variant = "planned" if "planned" in bundle.manifest.variants else DENSE
+                self._pipelines.setdefault(DENSE, (pipeline, DENSE))
+                if plan is not None:
+                    self._pipelines[name] = pipeline, variant
+                self.description = f"{backend.version}, {backend.threads} threads, fp32"
+                advance(done + 1, max(1, len(plans)))
+        for pipeline, variant in self._pipelines.values():
+            pipeline.prepare(variant)
+
+    def make(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Picture:
+        pipeline, own = self._pipelines[variant]
+        result = pipeline.generate(prompt, seed, own, guidance=guidance)
+        if result.image is None:
+            raise ToprovarError("the model has no tokenizer, so it makes no picture", "name one in its model.json")
+        return Picture(result.image, result.latency_ms["steps"])
+
+
+class TorchMaker:
+    """The reference loop in PyTorch, fp32, on the CPU or a GPU."""
+
+    def __init__(self, model: Model, guidance: Guidance, plans: Mapping[str, Plan], device: str) -> None:
+        import torch
+
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise EnvironmentFault("there is no CUDA device here", "leave --device out, or pass --device cpu")
+        if model.tokenizer is None:
+            raise ToprovarError("the model has no tokenizer, so it makes no picture", "name one in its model.json")
+        self.tokenizer = copy.deepcopy(model.tokenizer).to(self.device)
+        self.model = replace(
+            model,
+            transformer=copy.deepcopy(model.transformer).to(self.device),
+            text_encoder=copy.deepcopy(model.text_encoder).to(self.device) if model.text_encoder else None,
+        )
+        self.guidance, self.plans = guidance, dict(plans)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        self.description = f"PyTorch {torch.__version__}, {name}, fp32"
+
+    def _wait(self) -> None:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def make(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Picture:
+        import torch
+
+        from toprovar.exporter.infinity.generate import generate
+
+        def noise(scale: int, tokens: int) -> torch.Tensor:
+            drawn = uniform_noise(seed, scale, tokens, self.model.config.bits)
+            return torch.from_numpy(drawn)[None].to(self.device)
+
+        guidance = guidance or self.guidance
+        with torch.device(self.device):
+            rows = encode_prompt(self.model, prompt, guidance)
+            self._wait()
+            started = time.perf_counter()
+            run = generate(
+                self.model.transformer, rows, self.model.schedule, guidance, noise, plan=self.plans.get(variant)
+            )
+            self._wait()
+            steps_ms = (time.perf_counter() - started) * 1e3
+            image = self.tokenizer.decode(run.codes)[0].float().cpu().numpy()
+        return Picture(picture_from_image(image), steps_ms)
