@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from toprovar.runtime.errors import ToprovarError
@@ -42,3 +43,22 @@ def encode_prompt(model: Model, prompt: str, guidance: Guidance) -> Prompt:
             learned[: min(len(learned), len(table))] = table[: len(learned)]
             rows = torch.stack([rows[0], learned])
         return model.transformer.prompt(rows, torch.ones(rows.shape[:2], dtype=torch.bool))
+
+
+def encode_prompts(model: Model, prompts: Sequence[str], guidance: Guidance) -> Prompt:
+    """Several prompts, padded to the longest: their conditional rows, then under guidance as many unconditional ones.
+
+    An unconditional row is as long as its prompt, as in `encode_prompt`.
+    """
+    import torch
+
+    found = [text_rows(model, prompt) for prompt in prompts]
+    longest = max(len(rows) for rows in found)
+    rows = torch.stack([torch.nn.functional.pad(r, (0, 0, 0, longest - len(r))) for r in found])  # [B, T, width]
+    mask = torch.stack([torch.arange(longest) < len(r) for r in found])  # [B, T]
+    with torch.inference_mode():
+        if guidance.uses_unconditional_row:
+            table = model.transformer.cfg_uncond[:longest]
+            learned = torch.nn.functional.pad(table, (0, 0, 0, longest - len(table))) * mask[..., None]
+            rows, mask = torch.cat([rows, learned]), torch.cat([mask, mask])
+        return model.transformer.prompt(rows, mask)

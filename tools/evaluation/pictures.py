@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -42,6 +43,10 @@ class Maker(Protocol):
 
     def make(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Picture: ...
 
+    def make_dense(self, prompts: Sequence[str], seeds: Sequence[int], guidance: Guidance) -> list[np.ndarray]:
+        """Dense pictures of several prompts, [H, W, 3] uint8 each, together where the maker can."""
+        ...
+
 
 class BundleMaker:
     """One bundle per plan, run by ONNX Runtime. Dense pictures come from the first bundle."""
@@ -77,6 +82,9 @@ class BundleMaker:
         if result.image is None:
             raise ToprovarError("the model has no tokenizer, so it makes no picture", "name one in its model.json")
         return Picture(result.image, result.latency_ms["steps"])
+
+    def make_dense(self, prompts: Sequence[str], seeds: Sequence[int], guidance: Guidance) -> list[np.ndarray]:
+        return [self.make(*pair, DENSE, guidance).image for pair in zip(prompts, seeds, strict=True)]
 
 
 class TorchMaker:
@@ -127,3 +135,23 @@ class TorchMaker:
             steps_ms = (time.perf_counter() - started) * 1e3
             image = self.tokenizer.decode(run.codes)[0].float().cpu().numpy()
         return Picture(picture_from_image(image), steps_ms)
+
+    def make_dense(self, prompts: Sequence[str], seeds: Sequence[int], guidance: Guidance) -> list[np.ndarray]:
+        import torch
+
+        from toprovar.exporter.infinity.generate import generate
+        from toprovar.exporter.prompts import encode_prompts
+
+        def noise(scale: int, tokens: int) -> torch.Tensor:
+            drawn = [self._noise(seed, scale, tokens) for seed in seeds]
+            return torch.from_numpy(np.stack(drawn)).to(self.device)
+
+        with torch.device(self.device):
+            rows = encode_prompts(self.model, prompts, guidance)
+            run = generate(self.model.transformer, rows, self.model.schedule, guidance, noise)
+            images = self.tokenizer.decode(run.codes).float().cpu().numpy()
+        return [picture_from_image(image) for image in images]
+
+    @functools.cache  # noqa: B019  # candidates of a tuning draw from the same noise; one maker per run
+    def _noise(self, seed: int, scale: int, tokens: int) -> np.ndarray:
+        return uniform_noise(seed, scale, tokens, self.model.config.bits)

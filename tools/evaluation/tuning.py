@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -29,12 +32,14 @@ from toprovar.runtime.json_files import check_folder, read_json, write_json
 from toprovar.runtime.noise import check_seed
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
+from toprovar.tools.evaluation.classifier import FILE, DrawingClassifier, load_classifier
 from toprovar.tools.evaluation.frechet import features_of, frechet_distance
 from toprovar.tools.evaluation.ground_truth import GroundTruth, ground_truth_folder, load_ground_truth
 from toprovar.tools.evaluation.intervals import paired_difference, wilson_interval
-from toprovar.tools.evaluation.pictures import DENSE, BundleMaker, Maker, TorchMaker
+from toprovar.tools.evaluation.pictures import BundleMaker, Maker, TorchMaker
 from toprovar.tools.evaluation.prompts import Prompt, prompts_digest, prompts_of
-from toprovar.tools.evaluation.scoring import score_pictures
+from toprovar.tools.evaluation.scoring import Verdict, score_pictures
+from toprovar.tools.train_demo.captions import Scene
 
 if TYPE_CHECKING:
     from toprovar.exporter.model import Model
@@ -62,17 +67,65 @@ def with_late(base: Guidance, cfg: float, tau: float) -> Guidance:
     )
 
 
+Scorer = Callable[[Sequence[np.ndarray], Sequence[Scene]], list[Verdict]]
+
+
+def scored(images: Sequence[np.ndarray], scenes: Sequence[Scene], judge: DrawingClassifier) -> list[Verdict]:
+    """Verdicts of pictures as makers give them, [H, W, 3] uint8."""
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return score_pictures(pixels, scenes, judge)
+
+
+_judge_of_process: DrawingClassifier | None = None
+
+
+def _start_process(judge_path: Path) -> None:
+    global _judge_of_process
+    torch.set_num_threads(1)
+    _judge_of_process = load_classifier(judge_path)
+
+
+def _scored_in_process(images: list[np.ndarray], scenes: list[Scene]) -> list[Verdict]:
+    assert _judge_of_process is not None
+    return scored(images, scenes, _judge_of_process)
+
+
+@contextmanager
+def scorer(truth: GroundTruth, judge_path: Path, processes: int) -> Iterator[Scorer]:
+    """Scores in this process, or in several; a GPU draws faster than one core judges."""
+    if processes == 1:
+        yield lambda images, scenes: scored(images, scenes, truth.judge)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _start_process, (judge_path,)) as pool:
+
+        def score(images: Sequence[np.ndarray], scenes: Sequence[Scene]) -> list[Verdict]:
+            size = -(-len(images) // processes)
+            starts = range(0, len(images), size)
+            parts = [(list(images[i : i + size]), list(scenes[i : i + size])) for i in starts]
+            jobs = [pool.submit(_scored_in_process, *part) for part in parts]
+            return [verdict for job in jobs for verdict in job.result()]
+
+        yield score
+
+
 def judge_guidance(
-    maker: Maker, truth: GroundTruth, prompts: Sequence[Prompt], guidance: Guidance, seed: int
+    maker: Maker,
+    truth: GroundTruth,
+    prompts: Sequence[Prompt],
+    guidance: Guidance,
+    seed: int,
+    score: Scorer,
+    batch: int = 64,
 ) -> dict[str, Any]:
     """Draws every prompt and judges it. Returns: cfg, tau, one mark per prompt (1 all right), Fréchet distance."""
-    marks, features = [], []
-    for prompt in prompts:
-        image = maker.make(prompt.text, seed + prompt.index, DENSE, guidance).image
-        pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 127.5 - 1
-        verdict = score_pictures(pixels, [prompt.scene], truth.judge)[0]
-        marks.append(verdict.all_right)
-        features.append(verdict.features)
+    images: list[np.ndarray] = []
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        images += maker.make_dense([p.text for p in part], [seed + p.index for p in part], guidance)
+    verdicts = score(images, [prompt.scene for prompt in prompts])
+    marks = [verdict.all_right for verdict in verdicts]
+    features = [verdict.features for verdict in verdicts]
     low, high = wilson_interval(sum(marks), len(marks))
     return {
         "cfg": list(guidance.cfg),
@@ -144,14 +197,22 @@ class _Kept:
 
 
 def run_tuning(
-    out: Path, model_name: str, count: int | None, seed: int, backend: str, device: str, command: str
+    out: Path,
+    model_name: str,
+    count: int | None,
+    seed: int,
+    backend: str,
+    device: str,
+    command: str,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """Measures, writes `out`, and returns what it holds."""
     from toprovar.exporter.model import load_model
 
     check_seed(seed)
     check_folder(out.absolute().parent)
-    truth = load_ground_truth(ground_truth_folder(model_name))
+    folder = ground_truth_folder(model_name)
+    truth = load_ground_truth(folder)
     every = prompts_of(SPLIT, truth.concepts)
     if count is not None and count > len(every):
         raise ToprovarError(f"--prompts asks for {count}; the split {SPLIT} has {len(every)}", "leave it out for all")
@@ -166,9 +227,11 @@ def run_tuning(
         maker = TorchMaker(model, base, {}, device)
     else:
         maker = BundleMaker(model, out.with_name(f".{out.stem}.bundles"), base, {})
-    with console.progress("tune") as advance:
+    with scorer(truth, folder / FILE, processes) as score, console.progress("tune") as advance:
         found = tune(
-            lambda g: kept.measured(g, lambda own: judge_guidance(maker, truth, prompts, own, seed)), base, advance
+            lambda g: kept.measured(g, lambda own: judge_guidance(maker, truth, prompts, own, seed, score)),
+            base,
+            advance,
         )
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -202,6 +265,9 @@ def tuning(
         Literal["onnxruntime", "pytorch"], typer.Option("--backend", help="onnxruntime or pytorch.")
     ] = "onnxruntime",
     device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cuda needs --backend pytorch.")] = "cpu",
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, help="Processes that judge; a GPU keeps about 16 busy.")
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")
     ] = False,
@@ -213,7 +279,7 @@ def tuning(
         if device == "cuda" and backend != "pytorch":
             raise ToprovarError("--device cuda: ONNX Runtime runs on the CPU here", "pass --backend pytorch")
         command = shlex.join(["python", "-m", "toprovar.tools.evaluation.tuning", *sys.argv[1:]])
-        document = run_tuning(out, model, prompts, seed, backend, device, command)
+        document = run_tuning(out, model, prompts, seed, backend, device, command, processes)
         chosen = document["candidates"][document["chosen"]]
         if as_json:
             console.print_json(document)
