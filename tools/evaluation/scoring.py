@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class Verdict:
     """What the judge saw, per picture.
 
     concepts: the first answer per place, as an index; the number of concepts means "nothing"
-    in_top5:  per place, whether the asked concept is among the first five answers
+    in_top5:  per asked concept, whether it is among the first five answers of a place of its own, in any order
     swapped:  in a pair, both concepts in each other's place
     right:    per aspect that the prompt asks for, whether it holds; a relation is asked of `pair` and `above` only
     features: [places, 112] float32, pooled features of every crop
@@ -106,12 +107,13 @@ def crop_features(pictures: Tensor, scenes: Sequence[Scene], judge: DrawingClass
 def _verdict(
     scene: Scene, names: Tensor, style: str, background: Background, arrangement: str, features: np.ndarray
 ) -> Verdict:
-    asked = asked_concepts(scene)
+    asked = asked_concepts(scene)  # which place shows which concept is a matter of `relation` alone
     concepts = tuple(int(answer) for answer in names.argmax(-1))
     first = names.topk(min(TOP, names.shape[-1]), -1).indices.tolist()
+    orders = permutations(range(len(asked)))
     wanted = background_of(scene)
     right = {
-        "concept": concepts == asked,
+        "concept": sorted(concepts) == sorted(asked),
         "style": style == scene.style,
         "background": background.colours == wanted.colours,
         "pattern": background.pattern == wanted.pattern,
@@ -121,7 +123,10 @@ def _verdict(
         right["relation"] = concepts == asked and arrangement == arrangement_of(scene.layout)
     return Verdict(
         concepts=concepts,
-        in_top5=tuple(concept in answers for concept, answers in zip(asked, first, strict=True)),
+        in_top5=max(
+            (tuple(concept in first[place] for concept, place in zip(asked, order, strict=True)) for order in orders),
+            key=sum,
+        ),
         style=style,
         background=background,
         arrangement=arrangement,

@@ -19,8 +19,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -51,6 +52,16 @@ GRID_TAU = (0.3, 0.5, 0.7, 1.0)
 LATE_SCALES = 3
 LATE_CFG = (1.0, 1.5, 2.0, 3.0)
 LATE_TAU = (0.1, 0.3, 0.5, 0.7)
+
+
+class Backend(str, Enum):
+    onnxruntime = "onnxruntime"
+    pytorch = "pytorch"
+
+
+class Device(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 def constant(base: Guidance, cfg: float, tau: float) -> Guidance:
@@ -262,9 +273,9 @@ def tuning(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the first prompt; prompt i takes seed + i.")] = 0,
     backend: Annotated[
-        Literal["onnxruntime", "pytorch"], typer.Option("--backend", help="onnxruntime or pytorch.")
-    ] = "onnxruntime",
-    device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cuda needs --backend pytorch.")] = "cpu",
+        Backend, typer.Option("--backend", help="What draws: the exported graphs, or the reference loop.")
+    ] = Backend.onnxruntime,
+    device: Annotated[Device, typer.Option("--device", help="cuda needs --backend pytorch.")] = Device.cpu,
     processes: Annotated[
         int, typer.Option("--processes", min=1, help="Processes that judge; a GPU keeps about 16 busy.")
     ] = 1,
@@ -276,10 +287,10 @@ def tuning(
     """Choose cfg and tau per scale on the development split."""
 
     def work() -> None:
-        if device == "cuda" and backend != "pytorch":
+        if device is Device.cuda and backend is not Backend.pytorch:
             raise ToprovarError("--device cuda: ONNX Runtime runs on the CPU here", "pass --backend pytorch")
         command = shlex.join(["python", "-m", "toprovar.tools.evaluation.tuning", *sys.argv[1:]])
-        document = run_tuning(out, model, prompts, seed, backend, device, command, processes)
+        document = run_tuning(out, model, prompts, seed, backend.value, device.value, command, processes)
         chosen = document["candidates"][document["chosen"]]
         if as_json:
             console.print_json(document)
