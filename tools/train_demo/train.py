@@ -10,7 +10,8 @@ or stage by stage, where a later call goes on from the working folder `--work-di
 
 A stage is NAME[=SECONDS|rest][@FROM:TO]; FROM:TO is the part of the stage's learning-rate schedule that the call covers
 (0:1 if left out). Stages: tokenizer, decoder (the tokenizer's decoder alone, codes fixed), classifier (the judge of
-`toprovar evaluate demo`), transformer-a (first seven scales), transformer-b (all ten), finish.
+`toprovar evaluate demo`), transformer-a (first seven scales), transformer-b (all ten), transformer-c (all ten, with
+many more coarse views of scenes between), finish.
 
 With several GPUs, `torchrun --nproc-per-node N -m toprovar.tools.train_demo.train ...` shares the transformer stages.
 """
@@ -35,9 +36,16 @@ if TYPE_CHECKING:
     from toprovar.exporter.infinity.tokenizer import BitTokenizer
     from toprovar.tools.train_demo.bank import Bank
 
-STAGES = ("tokenizer", "decoder", "classifier", "transformer-a", "transformer-b", "finish")
+STAGES = ("tokenizer", "decoder", "classifier", "transformer-a", "transformer-b", "transformer-c", "finish")
 # Shares of `all --minutes`; the finish takes what its two sheets and the metrics need.
-ALL_SHARES = {"tokenizer": 0.15, "decoder": 0.1, "classifier": 0.05, "transformer-a": 0.15, "transformer-b": 0.49}
+ALL_SHARES = {
+    "tokenizer": 0.15,
+    "decoder": 0.1,
+    "classifier": 0.05,
+    "transformer-a": 0.14,
+    "transformer-b": 0.35,
+    "transformer-c": 0.15,
+}
 STAGE_TAIL_S = 35.0  # kept back of a deadline for metrics, sheets and files
 FINISH_S = 60.0
 _STAGE = re.compile(r"([a-z-]+)(?:=(rest|\d+(?:\.\d+)?))?(?:@([\d.]+):([\d.]+))?")
@@ -252,9 +260,10 @@ class Session:
     def run_transformer(self, request: StageRequest, before_finish: bool) -> None:
         from toprovar.tools.train_demo import transformer_stage as stage
 
-        phase = stage.PHASE_A if request.name == "transformer-a" else stage.PHASE_B
+        phase = stage.PHASES[request.name]
         if self.options.rehearsal:
-            phase = dataclasses.replace(phase, batch=6)
+            between = phase.between and dataclasses.replace(phase.between, batch=6)
+            phase = dataclasses.replace(phase, batch=6, between=between)
         training = self.training_bank()
         if self.workers.is_first:
             self.judging_banks()

@@ -47,7 +47,10 @@ SCALES_A = 7
 
 @dataclass(frozen=True)
 class Phase:
-    """lr goes from lr_start to lr_end by a half cosine; the share of singles from singles_start to singles_end."""
+    """lr goes from lr_start to lr_end by a half cosine; the share of singles from singles_start to singles_end.
+
+    between: another kind of step, of which `between_steps` come before every step of the phase itself.
+    """
 
     name: str
     scales: int
@@ -56,10 +59,21 @@ class Phase:
     lr_end: float
     singles_start: float
     singles_end: float
+    between: Phase | None = None
+    between_steps: int = 0
+
+    def at(self, step: int) -> Phase:
+        """What a step trains, counted from 0."""
+        is_between = self.between is not None and step % (self.between_steps + 1) < self.between_steps
+        return self.between if is_between and self.between is not None else self
 
 
 PHASE_A = Phase("transformer-a", SCALES_A, 256, 1.5e-3, 1.0e-3, 0.85, 0.75)
 PHASE_B = Phase("transformer-b", 10, 128, 8e-4, 2e-5, 0.65, 0.45)
+# Which object stands where is decided on the coarsest maps, and phases A and B see few pictures in which it matters.
+COARSE_SCENES = Phase("coarse scenes", 6, 256, 0.0, 0.0, 0.15, 0.15)
+PHASE_C = Phase("transformer-c", 10, 128, 5e-4, 2e-5, 0.55, 0.45, between=COARSE_SCENES, between_steps=4)
+PHASES = {phase.name: phase for phase in (PHASE_A, PHASE_B, PHASE_C)}
 
 
 class DemoModel(nn.Module):
@@ -282,7 +296,10 @@ def train_transformer(
     facts = state.read_json(run / "transformer.json")
     done = int(facts.get("step", 0))
     views = facts.get("views", {})
-    forward = TrainingForward(model.infinity, schedule, device, compile_model)
+    kinds = [phase] if phase.between is None else [phase, phase.between]
+    forwards = {
+        kind.name: TrainingForward(model.infinity, schedule[: kind.scales], device, compile_model) for kind in kinds
+    }
     generator = torch.Generator(device).manual_seed(seed + done + 1_000_003 * workers.rank)
     budget = Budget(seconds, max_steps)
     saved_at = budget.elapsed_s
@@ -304,9 +321,10 @@ def train_transformer(
         rate = phase.lr_start * warm_cosine(progress, budget.step, warmup, phase.lr_end / phase.lr_start)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        counts = phase_counts(phase, progress, bank, workers.count)
+        kind = phase.at(budget.step)
+        counts = phase_counts(kind, progress, bank, workers.count)
         latents, ids = bank.batch(counts, generator)
-        loss, losses = training_loss(model, forward, schedule, latents, ids, generator)
+        loss, losses = training_loss(model, forwards[kind.name], schedule[: kind.scales], latents, ids, generator)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         workers.average_gradients(list(parameters.values()))
@@ -314,8 +332,8 @@ def train_transformer(
         optimizer.step()
         ema.update()
         budget.step += 1
-        for kind, count in counts.items():
-            views[kind] = views.get(kind, 0) + count * workers.count
+        for content, count in counts.items():
+            views[content] = views.get(content, 0) + count * workers.count
         if budget.step in (5, 15) or budget.step % 50 == 0:
             value = float(loss.detach())  # waits for the device
             budget.mark()
