@@ -1,4 +1,4 @@
-"""The custom operators. `from toprovar.plugins import entropy_attention` needs PyTorch; importing this package doesn't."""
+"""The custom operators. Importing this package loads nothing; its function `entropy_attention` needs PyTorch."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | Non
     if any(x.dim() != 4 for x in (q, k, v)):
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"entropy_attention: found {shapes}; expected q [B, H, L, D] and k, v [B, Hkv, S, D]")
-    B, H, L, D = q.shape
+    B, H, _, D = q.shape
     if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D:
         raise ValueError(
             f"entropy_attention: q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected k and v "
@@ -59,14 +59,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | Non
             "float32, and the same (convert with .to)"
         )
     if len({x.device for x in (q, k, v)}) != 1:
-        raise ValueError(f"entropy_attention: q is on {q.device}, k on {k.device}, v on {v.device}; expected one device")
+        raise ValueError(f"entropy_attention: q is on {q.device}, k {k.device}, v {v.device}; expected one device")
     if not math.isfinite(scale):
         raise ValueError(f"entropy_attention: scale is {scale}; expected a finite number")
     if key_mask is not None:
         if key_mask.dtype != torch.bool or tuple(key_mask.shape) != (B, S):
-            raise ValueError(
-                f"entropy_attention: key_mask is {key_mask.dtype} {list(key_mask.shape)}; expected torch.bool [{B}, {S}]"
-            )
+            found = f"{key_mask.dtype} {list(key_mask.shape)}"
+            raise ValueError(f"entropy_attention: key_mask is {found}; expected torch.bool [{B}, {S}]")
         if key_mask.device != q.device:
             raise ValueError(f"entropy_attention: key_mask is on {key_mask.device}; expected {q.device}")
 

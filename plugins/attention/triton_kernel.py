@@ -17,8 +17,8 @@ Variants (constexpr): without entropy; with a key mask (a masked key is selected
 that sees no key ends with o = 0, entropy = 0); a range of keys per program, whose states (m, l, t, o) `_merge` joins
 exactly; loads through TMA descriptors or pointers; the ways of `Tile` to do the same sums faster.
 
-Run and check: `toprovar.plugins.entropy_attention` is the way in. tests/plugins/test_entropy_kernel.py runs these kernels
-under Triton's interpreter on the CPU, `python -m toprovar.tools.kernel_bench` checks and times them on a GPU.
+Run and check: `toprovar.plugins.entropy_attention` is the way in. tests/plugins/test_entropy_kernel.py runs this file
+under Triton's interpreter on the CPU, `python -m toprovar.tools.kernel_bench` checks and times it on a GPU.
 Source: ToProVAR eq. 2 and Algorithm 2 (corrected as above); the split merge is flash decoding's with t added.
 """
 
@@ -49,8 +49,8 @@ class Tile:
     tma:              loads through tensor descriptors where alignment allows
     lanes:            row sums stay spread over the 4 lanes of a row until the end
     lazy:             o is rescaled only when a maximum has moved by more than 2^8
+    late:             sums of a block are taken while the matrix units multiply its weights with v
     ahead:            the scores of the next key block are started before the softmax of this one
-    specialize:       loads and arithmetic in different warps, where the compiler supports it
     registers:        limit per thread; 0 leaves it to the compiler
     """
 
@@ -61,12 +61,12 @@ class Tile:
     tma: bool = True
     lanes: bool = False
     lazy: bool = False
+    late: bool = False
     ahead: bool = False
-    specialize: bool = False
     registers: int = 0
 
     def __str__(self) -> str:
-        flags = [name for name in ("tma", "lanes", "lazy", "ahead", "specialize") if getattr(self, name)]
+        flags = [name for name in ("tma", "lanes", "lazy", "late", "ahead") if getattr(self, name)]
         limit = [f"r{self.registers}"] if self.registers else []
         return " ".join([f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}", *flags, *limit])
 
@@ -109,8 +109,9 @@ def _per_row(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def _step(scores, v, valid, m, l, t, o, factor, BM: tl.constexpr, BN: tl.constexpr, ENTROPY: tl.constexpr,
-          MASKED: tl.constexpr, LANES: tl.constexpr, LAZY: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+def _step(scores, v, valid, m, l, t, o, factor, BM: tl.constexpr, BN: tl.constexpr,
+          ENTROPY: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+          LANES: tl.constexpr, LAZY: tl.constexpr, LATE: tl.constexpr):  # fmt: skip
     """One block of keys into the state. scores: q . k; valid: [1, BN], read if MASKED."""
     if MASKED:
         y = scores * factor
@@ -140,13 +141,15 @@ def _step(scores, v, valid, m, l, t, o, factor, BM: tl.constexpr, BN: tl.constex
     if MASKED:
         p = tl.where(valid, p, 0.0)
         x = tl.where(valid, x, 0.0)
-    l += _row_sum(p, BM, BN, LANES)
-    if ENTROPY:
-        t += _row_sum(x * p, BM, BN, LANES)
-    if EXACT:
-        o = tl.dot(p, v, o, input_precision="ieee")
-    else:
-        o = tl.dot(p.to(v.dtype), v, o)
+    if not LATE:
+        l += _row_sum(p, BM, BN, LANES)
+        if ENTROPY:
+            t += _row_sum(x * p, BM, BN, LANES)
+    o = tl.dot(p, v, o, input_precision="ieee") if EXACT else tl.dot(p.to(v.dtype), v, o)
+    if LATE:
+        l += _row_sum(p, BM, BN, LANES)
+        if ENTROPY:
+            t += _row_sum(x * p, BM, BN, LANES)
     return m, l, t, o
 
 
@@ -172,7 +175,7 @@ def _attend(
     q_b, q_h, q_l, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s, out_b, out_h, out_l,
     D: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     ENTROPY: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
-    TMA: tl.constexpr, LANES: tl.constexpr, LAZY: tl.constexpr, AHEAD: tl.constexpr, SPECIALIZE: tl.constexpr,
+    TMA: tl.constexpr, LANES: tl.constexpr, LAZY: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of queries, B * H, splits). Neighbouring programs share one head's keys in L2."""
     head = tl.program_id(1)
@@ -184,10 +187,7 @@ def _attend(
 
     q = _rows(q_source, b, h, first, L, D, q_b, q_h, q_l, BM, BD, TMA, True)
     m = tl.full((BM,), _LOWEST, tl.float32)
-    if LANES:
-        l = tl.zeros((BM, 4), tl.float32)
-    else:
-        l = tl.zeros((BM,), tl.float32)
+    l = tl.zeros((BM, 4), tl.float32) if LANES else tl.zeros((BM,), tl.float32)
     t = l
     o = tl.zeros((BM, BD), tl.float32)
     column = tl.arange(0, BN)
@@ -206,10 +206,10 @@ def _attend(
             if MASK:
                 at = mask + b.to(tl.int64) * mask_b + (start + column).to(tl.int64) * mask_s
                 valid = (tl.load(at) != 0)[None, :]
-            m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, MASK, LANES, LAZY, EXACT)
+            m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, MASK, EXACT, LANES, LAZY, LATE)
             scores = following
     else:
-        for start in tl.range(low, whole, BN, warp_specialize=SPECIALIZE):
+        for start in tl.range(low, whole, BN):
             k = _rows(k_source, b, h_kv, start, S, D, k_b, k_h, k_s, BN, BD, TMA, False)
             scores = _scores(q, k, EXACT)
             v = _rows(v_source, b, h_kv, start, S, D, v_b, v_h, v_s, BN, BD, TMA, False)
@@ -217,7 +217,7 @@ def _attend(
             if MASK:
                 at = mask + b.to(tl.int64) * mask_b + (start + column).to(tl.int64) * mask_s
                 valid = (tl.load(at) != 0)[None, :]
-            m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, MASK, LANES, LAZY, EXACT)
+            m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, MASK, EXACT, LANES, LAZY, LATE)
     if whole < high:
         k = _rows(k_source, b, h_kv, whole, S, D, k_b, k_h, k_s, BN, BD, TMA, True)
         scores = _scores(q, k, EXACT)
@@ -227,7 +227,7 @@ def _attend(
         if MASK:
             at = mask + b.to(tl.int64) * mask_b + (whole + column).to(tl.int64) * mask_s
             valid = (tl.load(at, mask=inside, other=0) != 0)[None, :]
-        m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, True, LANES, LAZY, EXACT)
+        m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, True, EXACT, LANES, LAZY, LATE)
 
     if LANES:
         l = tl.sum(l, 1)
@@ -383,7 +383,7 @@ def attend(
         *((0, 0) if key_mask is None else key_mask.stride()), *out.stride()[:3],
         D=D, GROUP=H // k.shape[1], BM=BM, BN=BN, BD=BD,
         ENTROPY=with_entropy, MASK=key_mask is not None, SPLIT=splits > 1, EXACT=q.dtype == torch.float32,
-        TMA=tma, LANES=tile.lanes, LAZY=tile.lazy, AHEAD=tile.ahead, SPECIALIZE=tile.specialize,
+        TMA=tma, LANES=tile.lanes, LAZY=tile.lazy, LATE=tile.late, AHEAD=tile.ahead,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
     if splits > 1:

@@ -32,8 +32,9 @@ VARIANTS = [
     Tile(**SMALL, tma=False),
     Tile(**SMALL, lanes=True),
     Tile(**SMALL, lazy=True),
+    Tile(**SMALL, late=True),
     Tile(**SMALL, ahead=True),
-    Tile(**SMALL, ahead=True, lanes=True, lazy=True),
+    Tile(**SMALL, ahead=True, lanes=True, lazy=True, late=True),
 ]
 
 
