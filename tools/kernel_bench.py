@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import math
 import multiprocessing
@@ -276,6 +277,16 @@ def candidates() -> list[Tile]:
     ]
 
 
+def float32_candidates() -> list[Tile]:
+    """Ways to multiply float32 without losing what the entropy needs: plain, or as three or six narrower products."""
+    from toprovar.plugins.attention.triton_kernel import Tile
+
+    sizes = ((32, 32, 8), (64, 16, 8), (64, 32, 8), (64, 64, 8), (128, 32, 8))
+    kinds = ("ieee", "tf32x3", "bf16x6")
+    tiles = [Tile(m, n, w, 2, tma=False, products=kind) for kind in kinds for m, n, w in sizes]
+    return [tile for tile in tiles if tile.products != "ieee" or tile.block_m * tile.block_n <= 1024]
+
+
 def _compiled(job: tuple[Tile, bool]) -> str:
     """In a worker: fills Triton's cache on disk by one launch. Returns "" or why it failed."""
     import torch
@@ -300,6 +311,23 @@ def _checked(job: tuple[dict[str, Any], Tile | None]) -> dict[str, Any]:
 
 
 SWEEP_CHECK = {"dtype": "bfloat16", "L": 130, "S": 1497, "D": D}
+FLOAT32_CHECK = {"dtype": "float32", "L": 130, "S": 1497, "D": D, "temperature": 4.0}
+
+
+def sweep_float32(seconds: float, checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The float32 candidates at the smallest shape, with the errors that `check` found."""
+    from toprovar.plugins.attention import triton_kernel
+
+    L, S = SHAPES[0]
+    q, k, v = (x.float() for x in randoms(L, S))
+    rows = []
+    for tile, checked in zip(float32_candidates(), checks, strict=True):
+        row = {"tile": str(tile), "failure": checked.get("failure", ""), "check": checked}
+        if not row["failure"]:
+            samples = timed({"entropy": functools.partial(triton_kernel.attend, q, k, v, D**-0.5, tile=tile)}, seconds)
+            row.update(summary(samples["entropy"], 4.0 * B * H * L * S * D))
+        rows.append(row)
+    return rows
 
 
 def sweep(seconds: float, failures: dict[tuple[Tile, bool], str], checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -432,6 +460,9 @@ def main(arguments: list[str] | None = None) -> int:
     tiles = candidates() if options.sweep else []
     jobs = [(tile, entropy) for tile in tiles for entropy in (True, False)]
     cases: list[tuple[dict[str, Any], Tile | None]] = [(SWEEP_CHECK, tile) for tile in tiles]
+    wide_tiles = float32_candidates() if options.sweep else []
+    cases += [(FLOAT32_CHECK, tile) for tile in wide_tiles]
+    swept = len(cases)
     cases += [(case, None) for case in check_cases()]
     # compiling takes most of the time, and is done before any clock runs
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
@@ -442,11 +473,19 @@ def main(arguments: list[str] | None = None) -> int:
         ranked = report["sweep"] = sweep(options.seconds, failures, checks[: len(tiles)])
         print_sweep(ranked)
         save()
+        report["sweep_float32"] = sweep_float32(options.seconds / 2, checks[len(tiles) : swept])
+        for row in report["sweep_float32"]:
+            if row["failure"]:
+                print(f"float32 {row['tile']:32} {row['failure']}")
+            else:
+                errors = f"{row['check']['entropy_error_nats']:.1e} nats, output {row['check']['output_error']:.1e}"
+                print(f"float32 {row['tile']:32} {row['median_ms']:8.3f} ms {row['tflops']:6.1f} TFLOP/s {errors}")
+        save()
     report["matmul_8192"] = time_matmul(options.seconds)
     print(f"8192^3 bf16 matrix product: {report['matmul_8192']['tflops']:.0f} TFLOP/s")
     report["shapes"] = time_shapes(options.seconds)
     print_shapes(report["shapes"])
-    report["checks"] = checks[len(tiles) :]
+    report["checks"] = checks[swept:]
     wrong = [case for case in report["checks"] if not case["ok"]]
     for case in wrong:
         print(f"WRONG: {case}")

@@ -51,6 +51,7 @@ class Tile:
     lazy:             o is rescaled only when a maximum has moved by more than 2^8
     late:             sums of a block are taken while the matrix units multiply its weights with v
     ahead:            the scores of the next key block are started before the softmax of this one
+    products:         Triton's input_precision for float32 inputs; 16-bit products are exact anyway
     registers:        limit per thread; 0 leaves it to the compiler
     """
 
@@ -64,10 +65,12 @@ class Tile:
     late: bool = False
     ahead: bool = False
     registers: int = 0
+    products: str = "ieee"
 
     def __str__(self) -> str:
         flags = [name for name in ("tma", "lanes", "lazy", "late", "ahead") if getattr(self, name)]
         limit = [f"r{self.registers}"] if self.registers else []
+        limit += [self.products] if self.products != "ieee" else []
         return " ".join([f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}", *flags, *limit])
 
 
@@ -110,7 +113,7 @@ def _per_row(x, LANES: tl.constexpr):
 
 @triton.jit
 def _step(scores, v, valid, m, l, t, o, factor, BM: tl.constexpr, BN: tl.constexpr,
-          ENTROPY: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+          ENTROPY: tl.constexpr, MASKED: tl.constexpr, PRODUCTS: tl.constexpr,
           LANES: tl.constexpr, LAZY: tl.constexpr, LATE: tl.constexpr):  # fmt: skip
     """One block of keys into the state. scores: q . k; valid: [1, BN], read if MASKED."""
     if MASKED:
@@ -145,20 +148,12 @@ def _step(scores, v, valid, m, l, t, o, factor, BM: tl.constexpr, BN: tl.constex
         l += _row_sum(p, BM, BN, LANES)
         if ENTROPY:
             t += _row_sum(x * p, BM, BN, LANES)
-    o = tl.dot(p, v, o, input_precision="ieee") if EXACT else tl.dot(p.to(v.dtype), v, o)
+    o = tl.dot(p.to(v.dtype), v, o, input_precision=PRODUCTS)
     if LATE:
         l += _row_sum(p, BM, BN, LANES)
         if ENTROPY:
             t += _row_sum(x * p, BM, BN, LANES)
     return m, l, t, o
-
-
-@triton.jit
-def _scores(q, k, EXACT: tl.constexpr):
-    if EXACT:
-        return tl.dot(q, k.T, input_precision="ieee")
-    else:
-        return tl.dot(q, k.T)
 
 
 @triton.jit
@@ -174,7 +169,7 @@ def _attend(
     factor, H, L, S, keys_per_split,
     q_b, q_h, q_l, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s, out_b, out_h, out_l,
     D: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    ENTROPY: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
+    ENTROPY: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, PRODUCTS: tl.constexpr,
     TMA: tl.constexpr, LANES: tl.constexpr, LAZY: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of queries, B * H, splits). Neighbouring programs share one head's keys in L2."""
@@ -197,37 +192,37 @@ def _attend(
     whole = low + (high - low) // BN * BN  # the last, partial block has its own code: no comparisons in the loop
     if AHEAD:
         k = _rows(k_source, b, h_kv, low, S, D, k_b, k_h, k_s, BN, BD, TMA, True)
-        scores = _scores(q, k, EXACT)
+        scores = tl.dot(q, k.T, input_precision=PRODUCTS)
         for start in tl.range(low, whole, BN):
             k = _rows(k_source, b, h_kv, start + BN, S, D, k_b, k_h, k_s, BN, BD, TMA, True)
-            following = _scores(q, k, EXACT)
+            following = tl.dot(q, k.T, input_precision=PRODUCTS)
             v = _rows(v_source, b, h_kv, start, S, D, v_b, v_h, v_s, BN, BD, TMA, False)
             valid = column[None, :] >= 0
             if MASK:
                 at = mask + b.to(tl.int64) * mask_b + (start + column).to(tl.int64) * mask_s
                 valid = (tl.load(at) != 0)[None, :]
-            m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, MASK, EXACT, LANES, LAZY, LATE)
+            m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, MASK, PRODUCTS, LANES, LAZY, LATE)
             scores = following
     else:
         for start in tl.range(low, whole, BN):
             k = _rows(k_source, b, h_kv, start, S, D, k_b, k_h, k_s, BN, BD, TMA, False)
-            scores = _scores(q, k, EXACT)
+            scores = tl.dot(q, k.T, input_precision=PRODUCTS)
             v = _rows(v_source, b, h_kv, start, S, D, v_b, v_h, v_s, BN, BD, TMA, False)
             valid = column[None, :] >= 0
             if MASK:
                 at = mask + b.to(tl.int64) * mask_b + (start + column).to(tl.int64) * mask_s
                 valid = (tl.load(at) != 0)[None, :]
-            m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, MASK, EXACT, LANES, LAZY, LATE)
+            m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, MASK, PRODUCTS, LANES, LAZY, LATE)
     if whole < high:
         k = _rows(k_source, b, h_kv, whole, S, D, k_b, k_h, k_s, BN, BD, TMA, True)
-        scores = _scores(q, k, EXACT)
+        scores = tl.dot(q, k.T, input_precision=PRODUCTS)
         v = _rows(v_source, b, h_kv, whole, S, D, v_b, v_h, v_s, BN, BD, TMA, True)
         inside = whole + column < S
         valid = inside[None, :]
         if MASK:
             at = mask + b.to(tl.int64) * mask_b + (whole + column).to(tl.int64) * mask_s
             valid = (tl.load(at, mask=inside, other=0) != 0)[None, :]
-        m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, True, EXACT, LANES, LAZY, LATE)
+        m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, True, PRODUCTS, LANES, LAZY, LATE)
 
     if LANES:
         l = tl.sum(l, 1)
@@ -308,7 +303,7 @@ def padded_width(D: int) -> int:
 def chosen_tile(dtype: torch.dtype, L: int, D: int) -> Tile:
     """The tile for a shape, as tools/kernel_bench.py --sweep found on an H200."""
     if dtype == torch.float32:  # true fp32 products run on the ordinary units: small tiles, no matrix-unit layout
-        return Tile(64 if L > 16 else 16, 32, warps=4, stages=2, tma=False)
+        return Tile(32 if L > 16 else 16, 32 if D <= 128 else 16, warps=8, stages=2, tma=False)
     if L <= 64:
         return Tile(16 if L <= 16 else 64, 64, warps=4, stages=2)
     return Tile()
@@ -382,7 +377,7 @@ def attend(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *((0, 0) if key_mask is None else key_mask.stride()), *out.stride()[:3],
         D=D, GROUP=H // k.shape[1], BM=BM, BN=BN, BD=BD,
-        ENTROPY=with_entropy, MASK=key_mask is not None, SPLIT=splits > 1, EXACT=q.dtype == torch.float32,
+        ENTROPY=with_entropy, MASK=key_mask is not None, SPLIT=splits > 1, PRODUCTS=tile.products,
         TMA=tma, LANES=tile.lanes, LAZY=tile.lazy, LATE=tile.late, AHEAD=tile.ahead,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip
