@@ -135,7 +135,8 @@ def timed(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list
     """
     import torch
 
-    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")  # 256 MiB: several times any L2
+    # 1 GiB: many times any L2, and long enough to write that the launch from Python is over before the clock starts
+    flush = torch.empty(2**30, dtype=torch.int8, device="cuda")
     for call in calls.values():
         for _ in range(3):
             call()
@@ -381,7 +382,7 @@ def conditions(arguments: list[str]) -> dict[str, Any]:
         },
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": "python -m toprovar.tools.kernel_bench " + " ".join(arguments),
-        "clock": "CUDA events around the attention kernels, launch from Python included; L2 flushed before each run",
+        "clock": "CUDA events around the kernels, launched while L2 is being flushed before each run",
     }  # fmt: skip
 
 
