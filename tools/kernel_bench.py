@@ -3,6 +3,9 @@
 Every number is compared in the same run: the kernel with entropy, the same kernel without, cuDNN's and PyTorch's own
 attention, and a square matrix product as the roof. Times are medians of interleaved runs from a cold L2 cache; the
 clock covers the attention kernels alone. Needs PyTorch, Triton and a CUDA GPU, and nothing else of this project.
+
+Kernels are compiled by several processes first, without being launched. Timings then run one by one in a process of
+their own, which is replaced after a failure: a fault on the device stays with the process that caused it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +33,16 @@ if TYPE_CHECKING:
 
     from toprovar.plugins.attention.triton_kernel import Tile
 
-SHAPES = ((1024, 2521), (1600, 4121), (2304, 6425), (4096, 10521))  # the last scales of Infinity at 1M pixels
-FEW_QUERIES = ((1, 10521), (16, 10521), (64, 10521))
-B, H, D = 2, 16, 128
+B, H = 2, 16
+# The last scales of Infinity at 1M pixels, other widths at the largest, and few queries over many keys: L, S, D
+SHAPES = (
+    *((1024, 2521, 128), (1600, 4121, 128), (2304, 6425, 128), (4096, 10521, 128)),
+    *((4096, 10521, 64), (4096, 10521, 80)),
+    *((1, 10521, 128), (16, 10521, 128), (64, 10521, 128)),
+)
+FEW_QUERIES = 64
 MIN_RUNS, MAX_RUNS = 7, 200
+JOB_TIMEOUT_S = 60
 # float32 scores up to 30 carry 2e-6 each; outputs (over 1 + |o|) are rounded to the format's own precision
 TOLERANCE = {"entropy_nats": 1e-5, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 
@@ -76,6 +84,8 @@ def check_cases() -> list[dict[str, Any]]:
         cases.append({"dtype": dtype, "L": 100, "S": 777, "D": 64, "group": 4})
         cases.append({"dtype": dtype, "L": 100, "S": 777, "D": 128, "time_major": True})
         cases.append({"dtype": dtype, "L": 40, "S": 300, "D": 256})
+        for width in (72, 128):
+            cases.append({"dtype": dtype, "L": 100, "S": 777, "D": width, "inside_nan": True})
         cases.append({"dtype": dtype, "L": 40, "S": 300, "D": 128, "temperature": 6.0})
     cases.append({"dtype": "bfloat16", "L": 1024, "S": 2521, "D": 128})
     cases.append({"dtype": "float32", "L": 256, "S": 10521, "D": 128})
@@ -98,7 +108,16 @@ def check_inputs(case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     if case.get("late_maximum"):  # ever larger keys: the maximum moves in every block, and last in the last
         k = k * torch.linspace(0.1, 4.0, S, device="cuda")[:, None]
     dtype = getattr(torch, case["dtype"])
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    if case.get("inside_nan"):  # slices of buffers that hold NaN everywhere else
+        slices = []
+        for x in (q, k, v):
+            around = torch.full((3, x.shape[1] + 1, x.shape[2] + 130, width + 16), math.nan, device="cuda", dtype=dtype)
+            inner = around[1:, 1:, 65 : 65 + x.shape[2], 8 : 8 + width]
+            inner.copy_(x)
+            slices.append(inner)
+        q, k, v = slices
+    return q, k, v
 
 
 def check(case: dict[str, Any], tile: Tile | None = None) -> dict[str, Any]:
@@ -157,13 +176,14 @@ def timed(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list
     return {name: [start.elapsed_time(stop) for start, stop in pairs] for name, pairs in events.items()}
 
 
-def randoms(L: int, S: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def randoms(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of a timing: [B, H, L or S, D]."""
     import torch
 
     def made(n: int) -> torch.Tensor:
-        return torch.randn(B, H, n, D, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(B, H, n, case["D"], device="cuda", dtype=getattr(torch, case["dtype"]))
 
-    return made(L), made(S), made(S)
+    return made(case["L"]), made(case["S"]), made(case["S"])
 
 
 def rivals(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], Any]]:
@@ -175,7 +195,7 @@ def rivals(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Calla
     def stock(backend: Any) -> Callable[[], Any]:
         def call() -> Any:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, scale=D**-0.5)
+                return F.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5)
 
         return call
 
@@ -197,38 +217,40 @@ def summary(samples_ms: list[float], flops: float) -> dict[str, Any]:
     return {"median_ms": median, "runs": len(samples_ms), "tflops": flops / median / 1e9, "samples_ms": samples_ms}
 
 
-def time_shapes(seconds: float, tile: Tile | None = None) -> list[dict[str, Any]]:
+def kernels(case: dict[str, Any], tile: Tile | None) -> dict[str, functools.partial[Any]]:
+    """The kernel's ways to compute a case; few queries also without cutting the keys into ranges."""
     from toprovar.plugins.attention import triton_kernel
 
-    rows = []
-    for L, S in SHAPES + FEW_QUERIES:
-        q, k, v = randoms(L, S)
-        chosen = tile if L > 64 else None
+    q, k, v = randoms(case)
+    attend = functools.partial(triton_kernel.attend, q, k, v, case["D"] ** -0.5, tile=tile)
+    calls = {"entropy": attend, "no_entropy": functools.partial(attend, with_entropy=False)}
+    if case["L"] <= FEW_QUERIES:
+        calls["entropy_unsplit"] = functools.partial(attend, splits=1)
+    return calls
 
-        def kernel(
-            entropy: bool,
-            splits: int | None = None,
-            q: torch.Tensor = q,
-            k: torch.Tensor = k,
-            v: torch.Tensor = v,
-            tile: Tile | None = chosen,
-        ) -> Callable[[], Any]:
-            return lambda: triton_kernel.attend(q, k, v, D**-0.5, with_entropy=entropy, splits=splits, tile=tile)
 
-        calls = {"entropy": kernel(True), "no_entropy": kernel(False)}
-        if L <= 64:
-            calls["entropy_unsplit"] = kernel(True, 1)
-        calls.update(rivals(q, k, v))
-        flops = 4.0 * B * H * L * S * D
-        results = {name: summary(ms, flops) for name, ms in timed(calls, seconds).items()}
-        key_bytes = 2 * k.numel() * k.element_size()
-        for result in results.values():
-            result["key_value_gb_per_s"] = key_bytes / result["median_ms"] / 1e6
-        overhead = results["entropy"]["median_ms"] / results["no_entropy"]["median_ms"] - 1
-        used = str(chosen or triton_kernel.chosen_tile(q.dtype, L, D))
-        shape = {"B": B, "H": H, "L": L, "S": S, "D": D, "dtype": "bfloat16", "tile": used}
-        rows.append({**shape, "entropy_cost": overhead, "results": results})
-    return rows
+def time_case(case: dict[str, Any], tile: Tile | None, seconds: float, against: bool) -> dict[str, Any]:
+    """Times of one shape and tile; against: beside stock attention, on the same tensors."""
+    import torch
+
+    from toprovar.plugins.attention import triton_kernel
+
+    own = kernels(case, tile)
+    q, k, v = own["entropy"].args[:3]
+    calls: dict[str, Callable[[], Any]] = {**own, **(rivals(q, k, v) if against else {})}
+    L, S, D = case["L"], case["S"], case["D"]
+    results = {name: summary(ms, 4.0 * B * H * L * S * D) for name, ms in timed(calls, seconds).items()}
+    dtype = getattr(torch, case["dtype"])
+    for result in results.values():
+        result["key_value_gb_per_s"] = 2 * B * H * S * D * dtype.itemsize / result["median_ms"] / 1e6
+    used = tile or triton_kernel.chosen_tile(dtype, L, D, triton_kernel.on_hopper(q))
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return {
+        **case, "B": B, "H": H, "tile": str(used), "default_tile": tile is None,
+        "splits": triton_kernel.chosen_splits(-(-L // used.block_m) * B * H, S, used.block_n, processors),
+        "entropy_cost": results["entropy"]["median_ms"] / results["no_entropy"]["median_ms"] - 1,
+        "results": results,
+    }  # fmt: skip
 
 
 def time_matmul(seconds: float) -> dict[str, Any]:
@@ -241,122 +263,118 @@ def time_matmul(seconds: float) -> dict[str, Any]:
 # -- which tile? -------------------------------------------------------------------------------------------------------
 
 
-def candidates() -> list[Tile]:
-    """What may win on Hopper; two programs per processor need at most 128 registers with 8 warps, 255 with 4."""
+def shapes() -> list[dict[str, Any]]:
+    return [{"dtype": "bfloat16", "L": L, "S": S, "D": D} for L, S, D in SHAPES]
+
+
+def candidates() -> list[tuple[dict[str, Any], Tile]]:
+    """Tiles that may beat the default one at a shape of `shapes`, and those for float32 at the smallest."""
     from toprovar.plugins.attention.triton_kernel import Tile
 
+    large, few = {"dtype": "bfloat16", "L": 4096, "S": 10521}, {"dtype": "bfloat16", "L": 16, "S": 10521}
+    wide = {"dtype": "float32", "L": 1024, "S": 2521, "D": 128}
     return [
-        Tile(128, 64, 4, 2),
-        Tile(128, 64, 4, 3),
-        Tile(128, 64, 4, 2, late=True),
-        Tile(128, 64, 4, 2, tma=False),
-        Tile(128, 32, 4, 2),
-        Tile(128, 32, 4, 3),
-        Tile(128, 32, 4, 3, late=True),
-        Tile(128, 32, 8, 2, registers=128),
-        Tile(128, 32, 8, 3, registers=128),
-        Tile(128, 32, 8, 3, late=True, registers=128),
-        Tile(128, 64, 8, 2),
-        Tile(128, 64, 8, 2, registers=128),
-        Tile(128, 64, 8, 2, tma=False, registers=128),
-        Tile(128, 64, 8, 2, late=True),
-        Tile(128, 64, 8, 3),
-        Tile(128, 64, 8, 3, ahead=True),
-        Tile(128, 64, 8, 3, late=True, ahead=True),
-        Tile(128, 128, 8, 2),
-        Tile(128, 128, 8, 2, late=True),
-        Tile(128, 128, 8, 2, tma=False),
-        Tile(128, 128, 8, 2, lazy=True),
-        Tile(128, 128, 8, 2, lanes=True, late=True),
-        Tile(64, 64, 4, 2),
-        Tile(64, 64, 4, 1),
-        Tile(64, 64, 4, 2, late=True),
-        Tile(64, 32, 4, 2),
-        Tile(64, 128, 4, 1),
-        Tile(64, 128, 4, 2, late=True),
-        Tile(256, 64, 8, 2),
+        ({**large, "D": 128}, Tile(128, 64, 4, 2, tma=False)),
+        ({**large, "D": 64}, Tile(128, 128, 8, 2)),
+        ({**large, "D": 64}, Tile(128, 64, 4, 3)),
+        ({**large, "D": 80}, Tile(64, 64, 4, 1)),
+        ({**few, "D": 128}, Tile(16, 128, 4, 2)),
+        ({**few, "D": 128}, Tile(64, 64, 4, 2)),
+        (wide, Tile(32, 32, 8, 1, tma=False)),
+        (wide, Tile(32, 32, 8, 2, tma=False)),
+        (wide, Tile(16, 16, 8, 1, tma=False)),
+        (wide, Tile(64, 16, 8, 1, tma=False)),
     ]
 
 
-def float32_candidates() -> list[Tile]:
-    """Ways to multiply float32 without losing what the entropy needs: plain, or as three or six narrower products."""
-    from toprovar.plugins.attention.triton_kernel import Tile
-
-    sizes = ((32, 32, 8), (64, 16, 8), (64, 32, 8), (64, 64, 8), (128, 32, 8))
-    kinds = ("ieee", "tf32x3", "bf16x6")
-    tiles = [Tile(m, n, w, 2, tma=False, products=kind) for kind in kinds for m, n, w in sizes]
-    return [tile for tile in tiles if tile.products != "ieee" or tile.block_m * tile.block_n <= 1024]
+def candidate_check(case: dict[str, Any]) -> dict[str, Any]:
+    """A case that float64 can follow, with a candidate's type and width."""
+    return {"dtype": case["dtype"], "L": 130, "S": 1497, "D": case["D"], "temperature": 4.0}
 
 
-def _compiled(job: tuple[Tile, bool]) -> str:
-    """In a worker: fills Triton's cache on disk by one launch. Returns "" or why it failed."""
-    import torch
+def time_candidate(case: dict[str, Any], tile: Tile, seconds: float) -> dict[str, Any]:
+    checked = check(candidate_check(case), tile)
+    return {**time_case(case, tile, seconds, against=False), "check": checked, "ok": checked["ok"]}
 
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class _CompileOnly:
+    """Stands in for a kernel: `kernel[grid](...)` compiles into Triton's cache on disk and launches nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return functools.partial(self.kernel.warmup, grid=grid)
+
+
+def compile_case(case: dict[str, Any], tile: Tile | None) -> None:
+    """Every kernel that timing a case needs."""
     from toprovar.plugins.attention import triton_kernel
 
-    tile, entropy = job
+    names = ("_attend", "_merge")
+    real = [getattr(triton_kernel, name) for name in names]
     try:
-        triton_kernel.attend(*randoms(*SHAPES[-1]), D**-0.5, with_entropy=entropy, tile=tile)
-        torch.cuda.synchronize()
-    except Exception as error:  # a tile that the compiler or the device refuses is a finding
-        return f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    return ""
+        for name, kernel in zip(names, real, strict=True):
+            setattr(triton_kernel, name, _CompileOnly(kernel))
+        for call in kernels(case, tile).values():
+            call()
+    finally:
+        for name, kernel in zip(names, real, strict=True):
+            setattr(triton_kernel, name, kernel)
 
 
-def _checked(job: tuple[dict[str, Any], Tile | None]) -> dict[str, Any]:
-    """In a worker: `check`, with a failure to run as a wrong answer."""
+def answer(job: tuple[Any, ...]) -> tuple[Any, str]:
+    """In a process of its own: (what the job's function returns, "") or (None, why it failed)."""
+    function, *arguments = job
     try:
-        return check(*job)
-    except Exception as error:
-        return {**job[0], "ok": False, "failure": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        return function(*arguments), ""
+    except Exception as error:  # whatever compiler or device refuse is a finding, not the end
+        return None, f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
-SWEEP_CHECK = {"dtype": "bfloat16", "L": 130, "S": 1497, "D": D}
-FLOAT32_CHECK = {"dtype": "float32", "L": 130, "S": 1497, "D": D, "temperature": 4.0}
+class Isolated:
+    """Jobs one by one in another process; a job that fails or hangs takes its process along, and no other job."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+
+    def __call__(self, *job: Any) -> tuple[Any, str]:
+        if self.pool is None:
+            self.pool = multiprocessing.get_context("spawn").Pool(1)
+        try:
+            result, failure = self.pool.apply_async(answer, (job,)).get(JOB_TIMEOUT_S)
+        except multiprocessing.TimeoutError:
+            result, failure = None, f"no answer within {JOB_TIMEOUT_S} s: the process hangs or died"
+        if failure:
+            self.close()
+        return result, failure
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.terminate()
+            self.pool.join()
+            self.pool = None
 
 
-def sweep_float32(seconds: float, checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The float32 candidates at the smallest shape, with the errors that `check` found."""
-    from toprovar.plugins.attention import triton_kernel
-
-    L, S = SHAPES[0]
-    q, k, v = (x.float() for x in randoms(L, S))
-    rows = []
-    for tile, checked in zip(float32_candidates(), checks, strict=True):
-        row = {"tile": str(tile), "failure": checked.get("failure", ""), "check": checked}
-        if not row["failure"]:
-            samples = timed({"entropy": functools.partial(triton_kernel.attend, q, k, v, D**-0.5, tile=tile)}, seconds)
-            row.update(summary(samples["entropy"], 4.0 * B * H * L * S * D))
-        rows.append(row)
-    return rows
-
-
-def sweep(seconds: float, failures: dict[tuple[Tile, bool], str], checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every candidate at the largest shape with and without entropy, fastest with entropy first.
-
-    failures: what the compiler said to (tile, with entropy); checks: a result of `check` per candidate
-    """
-    from toprovar.plugins.attention import triton_kernel
-
-    L, S = SHAPES[-1]
-    q, k, v = randoms(L, S)
-    flops = 4.0 * B * H * L * S * D
-    rows: list[dict[str, Any]] = []
-    for tile, checked in zip(candidates(), checks, strict=True):
-        row: dict[str, Any] = {"tile": str(tile), "settings": asdict(tile)}
-        row["failure"] = failures[tile, True] or failures[tile, False] or checked.get("failure", "")
-        rows.append(row)
-        if row["failure"]:
-            continue
-        row["ok"], row["entropy_error_nats"] = checked["ok"], checked["entropy_error_nats"]
-
-        def kernel(entropy: bool, tile: Tile = tile) -> Callable[[], Any]:
-            return lambda: triton_kernel.attend(q, k, v, D**-0.5, with_entropy=entropy, tile=tile)
-
-        samples = timed({"entropy": kernel(True), "no_entropy": kernel(False)}, seconds)
-        row.update({name: summary(ms, flops) for name, ms in samples.items()})
-        row["entropy_cost"] = row["entropy"]["median_ms"] / row["no_entropy"]["median_ms"] - 1
-    return sorted(rows, key=lambda row: row["entropy"]["median_ms"] if "entropy" in row else math.inf)
+def compiled_and_checked(
+    sweep: bool, workers: int, alone: Callable[..., tuple[Any, str]]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """What the compiler refused, and `check` of every case; a case that failed to run gets a second chance alone."""
+    cases = check_cases()
+    jobs: list[tuple[Any, ...]] = [(compile_case, case, None) for case in shapes()]
+    jobs += [(compile_case, case, tile) for case, tile in (candidates() if sweep else [])]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        answers = pool.map(answer, jobs + [(check, case) for case in cases], chunksize=1)
+    refused = [f"{case} {tile or ''}: {why}" for (_, case, tile), (_, why) in zip(jobs, answers, strict=False) if why]
+    checks = []
+    for case, (checked, failure) in zip(cases, answers[len(jobs) :], strict=True):
+        if failure:
+            checked, failure = alone(check, case)
+        checks.append({**case, "ok": False, "failure": failure} if failure else checked)
+    return refused, checks
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -386,27 +404,18 @@ def conditions(arguments: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def print_sweep(rows: list[dict[str, Any]]) -> None:
-    print(f"{'tile':48} {'ms':>7} {'TFLOP/s':>8} {'without':>8} {'cost':>7}  error (nats)")
-    for row in rows:
-        if row["failure"]:
-            print(f"{row['tile']:48} {row['failure']}")
-            continue
-        on, off = row["entropy"], row["no_entropy"]
+def print_row(row: dict[str, Any]) -> None:
+    title = f"{row['dtype']} {row['L']} x {row['S']}, width {row['D']}, tile {row['tile']}"
+    if row.get("failure"):
+        print(f"{title}: FAILED, {row['failure']}")
+        return
+    error = f", off by {row['check']['entropy_error_nats']:.1e} nats" if "check" in row else ""
+    print(f"{title}, {row['splits']} ranges of keys: entropy costs {row['entropy_cost']:.1%}{error}")
+    for name, result in row["results"].items():
         print(
-            f"{row['tile']:48} {on['median_ms']:7.3f} {on['tflops']:8.1f} {off['tflops']:8.1f} "
-            f"{row['entropy_cost']:7.1%}  {row['entropy_error_nats']:.1e}{'' if row['ok'] else '  WRONG'}"
+            f"    {name:16} {result['median_ms']:8.4f} ms {result['tflops']:7.1f} TFLOP/s "
+            f"{result['key_value_gb_per_s']:7.0f} GB/s of keys and values"
         )
-
-
-def print_shapes(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        print(f"{row['L']} x {row['S']} ({row['tile']}), entropy costs {row['entropy_cost']:.1%}")
-        for name, result in row["results"].items():
-            print(
-                f"    {name:16} {result['median_ms']:8.4f} ms {result['tflops']:7.1f} TFLOP/s "
-                f"{result['key_value_gb_per_s']:7.0f} GB/s of keys and values"
-            )
 
 
 def _seconds(text: str) -> float:
@@ -429,7 +438,9 @@ def main(arguments: list[str] | None = None) -> int:
     prog = "python -m toprovar.tools.kernel_bench"
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything, raw samples included")
-    parser.add_argument("--sweep", action="store_true", help="try every candidate tile at the largest shape first")
+    parser.add_argument(
+        "--sweep", action=argparse.BooleanOptionalAction, default=True, help="time other tiles too; default on"
+    )
     parser.add_argument(
         "--seconds", type=_seconds, default=0.5, metavar="N", help="measuring time per row, in seconds; default 0.5"
     )
@@ -458,43 +469,43 @@ def main(arguments: list[str] | None = None) -> int:
             part.write_text(json.dumps(report, indent=1) + "\n")
             part.replace(options.json)
 
-    tiles = candidates() if options.sweep else []
-    jobs = [(tile, entropy) for tile in tiles for entropy in (True, False)]
-    cases: list[tuple[dict[str, Any], Tile | None]] = [(SWEEP_CHECK, tile) for tile in tiles]
-    wide_tiles = float32_candidates() if options.sweep else []
-    cases += [(FLOAT32_CHECK, tile) for tile in wide_tiles]
-    swept = len(cases)
-    cases += [(case, None) for case in check_cases()]
-    # compiling takes most of the time, and is done before any clock runs
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        failures = dict(zip(jobs, pool.map(_compiled, jobs, chunksize=1), strict=True))
-        checks = pool.map(_checked, cases, chunksize=1)
-    ranked: list[dict[str, Any]] = []
-    if options.sweep:
-        ranked = report["sweep"] = sweep(options.seconds, failures, checks[: len(tiles)])
-        print_sweep(ranked)
+    def timed_row(case: dict[str, Any], tile: Tile | None, *job: Any) -> dict[str, Any]:
+        row, failure = alone(*job)
+        row = row or {**case, "tile": str(tile or "default"), "failure": failure}
+        print_row(row)
+        return row
+
+    alone = Isolated()
+    try:
+        report["not_compiled"], report["checks"] = compiled_and_checked(options.sweep, options.workers, alone)
+        for refused in report["not_compiled"]:
+            print(f"warning: not compiled ahead: {refused}", file=sys.stderr)
+        wrong = [case for case in report["checks"] if not case["ok"]]
+        for case in wrong:
+            print(f"WRONG: {case}")
+        worst = max(case.get("entropy_error_nats", math.inf) for case in report["checks"])
+        count = len(report["checks"])
+        print(f"{count} cases against float64: {len(wrong)} wrong, entropy off by at most {worst:.1e} nats")
         save()
-        report["sweep_float32"] = sweep_float32(options.seconds / 2, checks[len(tiles) : swept])
-        for row in report["sweep_float32"]:
-            if row["failure"]:
-                print(f"float32 {row['tile']:32} {row['failure']}")
-            else:
-                errors = f"{row['check']['entropy_error_nats']:.1e} nats, output {row['check']['output_error']:.1e}"
-                print(f"float32 {row['tile']:32} {row['median_ms']:8.3f} ms {row['tflops']:6.1f} TFLOP/s {errors}")
-        save()
-    report["matmul_8192"] = time_matmul(options.seconds)
-    print(f"8192^3 bf16 matrix product: {report['matmul_8192']['tflops']:.0f} TFLOP/s")
-    report["shapes"] = time_shapes(options.seconds)
-    print_shapes(report["shapes"])
-    report["checks"] = checks[swept:]
-    wrong = [case for case in report["checks"] if not case["ok"]]
-    for case in wrong:
-        print(f"WRONG: {case}")
-    worst = max(case.get("entropy_error_nats", math.inf) for case in report["checks"])
-    print(f"{len(report['checks'])} cases against float64: {len(wrong)} wrong, entropy off by at most {worst:.1e} nats")
+        matmul, failure = alone(time_matmul, options.seconds)
+        report["matmul_8192"] = matmul or {"failure": failure}
+        print(f"8192^3 bf16 matrix product: {failure or format(matmul['tflops'], '.0f') + ' TFLOP/s'}")
+        rows: list[dict[str, Any]] = []
+        report["shapes"] = rows
+        for case in shapes():
+            rows.append(timed_row(case, None, time_case, case, None, options.seconds, True))
+            save()
+        report["candidates"] = []
+        for case, tile in candidates() if options.sweep else []:
+            row = timed_row(case, tile, time_candidate, case, tile, options.seconds / 2)
+            report["candidates"].append(row)
+            save()
+    finally:
+        alone.close()
     save()
     print(f"took {time.perf_counter() - begin:.0f} s" + (f"; wrote {options.json}" if options.json else ""))
-    return 1 if wrong or any(row.get("ok") is False for row in ranked) else 0
+    bad = bool(wrong or failure) or any("failure" in row for row in rows)
+    return 1 if bad or any(row.get("ok") is False for row in report["candidates"]) else 0
 
 
 if __name__ == "__main__":

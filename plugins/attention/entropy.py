@@ -16,6 +16,7 @@ from torch import Tensor
 Backend = Literal["auto", "triton", "oracle"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_WIDTH = 256
+MAX_PROGRAMS = 65535  # of a CUDA grid in its second dimension
 
 
 def have_triton() -> bool:
@@ -53,6 +54,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | Non
         raise ValueError("entropy_attention: k has no keys; expected S >= 1 (leave rows out with key_mask)")
     if not 1 <= D <= MAX_WIDTH:
         raise ValueError(f"entropy_attention: the head width is {D}; expected 1 to {MAX_WIDTH}")
+    if B * H > MAX_PROGRAMS:
+        raise ValueError(
+            f"entropy_attention: {B} rows times {H} heads are {B * H}; expected at most {MAX_PROGRAMS} (cut the batch)"
+        )
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"entropy_attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}; expected all three float16, bfloat16 or "

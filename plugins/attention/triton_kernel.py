@@ -15,7 +15,8 @@ whenever a later block raises the maximum. t / l <= 0 <= log2 l while m is the m
 
 Variants (constexpr): without entropy; with a key mask (a masked key is selected away, never multiplied by zero; a row
 that sees no key ends with o = 0, entropy = 0); a range of keys per program, whose states (m, l, t, o) `_merge` joins
-exactly; loads through TMA descriptors or pointers; the ways of `Tile` to do the same sums faster.
+exactly; loads through TMA descriptors or pointers. Neither kind of load leaves the tensor: hardware or a mask gives
+zeros outside.
 
 Run and check: `toprovar.plugins.entropy_attention` is the way in. tests/plugins/test_entropy_kernel.py runs this file
 under Triton's interpreter on the CPU, `python -m toprovar.tools.kernel_bench` checks and times it on a GPU.
@@ -37,8 +38,6 @@ LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
 # Reference of a row that has seen no key: finite, so that d * l is 0 and not infinity times zero.
 _LOWEST = tl.constexpr(-1.0e38)
-# With `lazy`, m stays until a row's maximum is 2^8 above it: sums stay below 2^8 * S, far from fp32's end.
-_SLACK = tl.constexpr(8.0)
 
 
 @dataclass(frozen=True)
@@ -46,38 +45,24 @@ class Tile:
     """How one launch cuts the work; every choice gives the same numbers up to rounding.
 
     block_m, block_n: queries and keys per step
-    tma:              loads through tensor descriptors where alignment allows
-    lanes:            row sums stay spread over the 4 lanes of a row until the end
-    lazy:             o is rescaled only when a maximum has moved by more than 2^8
-    late:             sums of a block are taken while the matrix units multiply its weights with v
-    ahead:            the scores of the next key block are started before the softmax of this one
-    products:         Triton's input_precision for float32 inputs; 16-bit products are exact anyway
-    registers:        limit per thread; 0 leaves it to the compiler
+    warps, stages:    of one program; stages = 1 loads without running ahead
+    tma:              loads through tensor descriptors where the GPU has them and alignment allows
     """
 
     block_m: int = 128
     block_n: int = 64
-    warps: int = 8
+    warps: int = 4
     stages: int = 2
     tma: bool = True
-    lanes: bool = False
-    lazy: bool = False
-    late: bool = False
-    ahead: bool = False
-    registers: int = 0
-    products: str = "ieee"
 
     def __str__(self) -> str:
-        flags = [name for name in ("tma", "lanes", "lazy", "late", "ahead") if getattr(self, name)]
-        limit = [f"r{self.registers}"] if self.registers else []
-        limit += [self.products] if self.products != "ieee" else []
-        return " ".join([f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}", *flags, *limit])
+        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{' tma' if self.tma else ''}"
 
 
 @triton.jit
-def _rows(source, b, h, first, end, D, stride_b, stride_h, stride_l, N: tl.constexpr, BD: tl.constexpr,
-          TMA: tl.constexpr, CHECKED: tl.constexpr):  # fmt: skip
-    """Rows first..first+N of one head, [N, BD]; zeros from row `end` (if CHECKED) and column D on."""
+def _rows(source, b, h, first, end, stride_b, stride_h, stride_l,
+          N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Rows first..first+N of one head, [N, BD]; zeros from row `end` and column D on."""
     if TMA:
         tile = source.load([b, h, first, 0]).reshape(N, BD)
     else:
@@ -85,75 +70,35 @@ def _rows(source, b, h, first, end, D, stride_b, stride_h, stride_l, N: tl.const
         column = tl.arange(0, BD)
         at = source + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
         at = at + row[:, None].to(tl.int64) * stride_l + column[None, :]
-        if CHECKED:
-            tile = tl.load(at, mask=(row[:, None] < end) & (column[None, :] < D), other=0.0)
-        elif BD != D:
-            tile = tl.load(at, mask=(column[None, :] < D) & (row[:, None] >= 0), other=0.0)
-        else:
-            tile = tl.load(at)
+        tile = tl.load(at, mask=(row[:, None] < end) & (column[None, :] < D), other=0.0)
     return tile
 
 
 @triton.jit
-def _row_sum(x, BM: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr):
-    """[BM], or [BM, 4] partial sums: the columns that one lane of an MMA tile holds (pairs, 8 apart)."""
-    if LANES:
-        return tl.sum(tl.sum(tl.reshape(x, (BM, BN // 8, 4, 2)), 3), 1)
-    else:
-        return tl.sum(x, 1)
-
-
-@triton.jit
-def _per_row(x, LANES: tl.constexpr):
-    if LANES:
-        return x[:, None]
-    else:
-        return x
-
-
-@triton.jit
-def _step(scores, v, valid, m, l, t, o, factor, BM: tl.constexpr, BN: tl.constexpr,
-          ENTROPY: tl.constexpr, MASKED: tl.constexpr, PRODUCTS: tl.constexpr,
-          LANES: tl.constexpr, LAZY: tl.constexpr, LATE: tl.constexpr):  # fmt: skip
-    """One block of keys into the state. scores: q . k; valid: [1, BN], read if MASKED."""
-    if MASKED:
-        y = scores * factor
-        top = tl.max(tl.where(valid, y, _LOWEST), 1)
+def _step(scores, v, valid, m, l, t, o, factor, ENTROPY: tl.constexpr, MASKED: tl.constexpr):
+    """One block of keys into the state. scores: q . k, [BM, BN]; valid: [1, BN], read if MASKED."""
+    if MASKED:  # noqa: SIM108
+        top = tl.max(tl.where(valid, scores * factor, _LOWEST), 1)
     else:
         top = tl.max(scores, 1) * factor  # factor >= 0
     m_new = tl.maximum(m, top)
-    if LAZY:
-        if tl.max(m_new - m, 0) > _SLACK:
-            d = m - m_new
-            a = tl.exp2(d)
-            if ENTROPY:
-                t = _per_row(a, LANES) * (t + _per_row(d, LANES) * l)
-            l = l * _per_row(a, LANES)
-            o = o * a[:, None]
-            m = m_new
-    else:
-        d = m - m_new
-        a = tl.exp2(d)
-        if ENTROPY:
-            t = _per_row(a, LANES) * (t + _per_row(d, LANES) * l)
-        l = l * _per_row(a, LANES)
-        o = o * a[:, None]
-        m = m_new
-    x = scores * factor - m[:, None]
+    d = m - m_new
+    a = tl.exp2(d)
+    if ENTROPY:
+        t = a * (t + d * l)
+    l = l * a
+    o = o * a[:, None]
+    x = scores * factor - m_new[:, None]
     p = tl.exp2(x)
     if MASKED:
         p = tl.where(valid, p, 0.0)
         x = tl.where(valid, x, 0.0)
-    if not LATE:
-        l += _row_sum(p, BM, BN, LANES)
-        if ENTROPY:
-            t += _row_sum(x * p, BM, BN, LANES)
-    o = tl.dot(p.to(v.dtype), v, o, input_precision=PRODUCTS)
-    if LATE:
-        l += _row_sum(p, BM, BN, LANES)
-        if ENTROPY:
-            t += _row_sum(x * p, BM, BN, LANES)
-    return m, l, t, o
+    l += tl.sum(p, 1)
+    if ENTROPY:
+        t += tl.sum(x * p, 1)
+    # "ieee": float32 inputs are multiplied as such, not as TF32; 16-bit products are exact anyway
+    o = tl.dot(p.to(v.dtype), v, o, input_precision="ieee")
+    return m_new, l, t, o
 
 
 @triton.jit
@@ -169,8 +114,7 @@ def _attend(
     factor, H, L, S, keys_per_split,
     q_b, q_h, q_l, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s, out_b, out_h, out_l,
     D: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    ENTROPY: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, PRODUCTS: tl.constexpr,
-    TMA: tl.constexpr, LANES: tl.constexpr, LAZY: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
+    ENTROPY: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of queries, B * H, splits). Neighbouring programs share one head's keys in L2."""
     head = tl.program_id(1)
@@ -180,9 +124,9 @@ def _attend(
     first = tl.program_id(0) * BM
     h_kv = h // GROUP
 
-    q = _rows(q_source, b, h, first, L, D, q_b, q_h, q_l, BM, BD, TMA, True)
+    q = _rows(q_source, b, h, first, L, q_b, q_h, q_l, BM, D, BD, TMA)
     m = tl.full((BM,), _LOWEST, tl.float32)
-    l = tl.zeros((BM, 4), tl.float32) if LANES else tl.zeros((BM,), tl.float32)
+    l = tl.zeros((BM,), tl.float32)
     t = l
     o = tl.zeros((BM, BD), tl.float32)
     column = tl.arange(0, BN)
@@ -190,43 +134,26 @@ def _attend(
     low = split * keys_per_split
     high = tl.minimum(low + keys_per_split, S)
     whole = low + (high - low) // BN * BN  # the last, partial block has its own code: no comparisons in the loop
-    if AHEAD:
-        k = _rows(k_source, b, h_kv, low, S, D, k_b, k_h, k_s, BN, BD, TMA, True)
-        scores = tl.dot(q, k.T, input_precision=PRODUCTS)
-        for start in tl.range(low, whole, BN):
-            k = _rows(k_source, b, h_kv, start + BN, S, D, k_b, k_h, k_s, BN, BD, TMA, True)
-            following = tl.dot(q, k.T, input_precision=PRODUCTS)
-            v = _rows(v_source, b, h_kv, start, S, D, v_b, v_h, v_s, BN, BD, TMA, False)
-            valid = column[None, :] >= 0
-            if MASK:
-                at = mask + b.to(tl.int64) * mask_b + (start + column).to(tl.int64) * mask_s
-                valid = (tl.load(at) != 0)[None, :]
-            m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, MASK, PRODUCTS, LANES, LAZY, LATE)
-            scores = following
-    else:
-        for start in tl.range(low, whole, BN):
-            k = _rows(k_source, b, h_kv, start, S, D, k_b, k_h, k_s, BN, BD, TMA, False)
-            scores = tl.dot(q, k.T, input_precision=PRODUCTS)
-            v = _rows(v_source, b, h_kv, start, S, D, v_b, v_h, v_s, BN, BD, TMA, False)
-            valid = column[None, :] >= 0
-            if MASK:
-                at = mask + b.to(tl.int64) * mask_b + (start + column).to(tl.int64) * mask_s
-                valid = (tl.load(at) != 0)[None, :]
-            m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, MASK, PRODUCTS, LANES, LAZY, LATE)
+    for start in tl.range(low, whole, BN):
+        k = _rows(k_source, b, h_kv, start, S, k_b, k_h, k_s, BN, D, BD, TMA)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        v = _rows(v_source, b, h_kv, start, S, v_b, v_h, v_s, BN, D, BD, TMA)
+        valid = column[None, :] >= 0
+        if MASK:
+            at = mask + b.to(tl.int64) * mask_b + (start + column).to(tl.int64) * mask_s
+            valid = (tl.load(at) != 0)[None, :]
+        m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, ENTROPY, MASK)
     if whole < high:
-        k = _rows(k_source, b, h_kv, whole, S, D, k_b, k_h, k_s, BN, BD, TMA, True)
-        scores = tl.dot(q, k.T, input_precision=PRODUCTS)
-        v = _rows(v_source, b, h_kv, whole, S, D, v_b, v_h, v_s, BN, BD, TMA, True)
+        k = _rows(k_source, b, h_kv, whole, S, k_b, k_h, k_s, BN, D, BD, TMA)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        v = _rows(v_source, b, h_kv, whole, S, v_b, v_h, v_s, BN, D, BD, TMA)
         inside = whole + column < S
         valid = inside[None, :]
         if MASK:
             at = mask + b.to(tl.int64) * mask_b + (whole + column).to(tl.int64) * mask_s
             valid = (tl.load(at, mask=inside, other=0) != 0)[None, :]
-        m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, BM, BN, ENTROPY, True, PRODUCTS, LANES, LAZY, LATE)
+        m, l, t, o = _step(scores, v, valid, m, l, t, o, factor, ENTROPY, True)
 
-    if LANES:
-        l = tl.sum(l, 1)
-        t = tl.sum(t, 1)
     row = first + tl.arange(0, BM)
     wide = tl.arange(0, BD)
     inside_l = row < L
@@ -300,13 +227,26 @@ def padded_width(D: int) -> int:
     return max(16, triton.next_power_of_2(D))
 
 
-def chosen_tile(dtype: torch.dtype, L: int, D: int) -> Tile:
-    """The tile for a shape, as tools/kernel_bench.py --sweep found on an H200."""
-    if dtype == torch.float32:  # true fp32 products run on the ordinary units: small tiles, no matrix-unit layout
-        return Tile(32 if L > 16 else 16, 32 if D <= 128 else 16, warps=8, stages=2, tma=False)
+def on_hopper(x: Tensor) -> bool:
+    """Whether x's GPU multiplies from shared memory and loads through descriptors; the interpreter emulates one."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def chosen_tile(dtype: torch.dtype, L: int, D: int, hopper: bool = True) -> Tile:
+    """The tile for a shape. tools/kernel_bench.py measures it beside others.
+
+    4 warps with 128 rows leave room for two programs per processor, which hide each other's softmax: 534 TFLOP/s,
+    372 with 8 warps (H200, 4096 x 10521). Before Hopper 8 warps are needed to hold 128 rows without spills.
+    """
+    if dtype == torch.float32:  # true float32 products run on the ordinary units, where larger tiles spill
+        return Tile(32 if L > 16 else 16, 32 if D <= 128 else 16, warps=8, stages=1, tma=False)
+    if L <= 16:
+        return Tile(16, 64 if D <= 128 else 32)
+    if D > 128:
+        return Tile(64, 32)
     if L <= 64:
-        return Tile(16 if L <= 16 else 64, 64, warps=4, stages=2)
-    return Tile()
+        return Tile(64, 64)
+    return Tile(128, 64, warps=4 if hopper else 8)
 
 
 def chosen_splits(tiles: int, S: int, block_n: int, processors: int) -> int:
@@ -320,10 +260,10 @@ def chosen_splits(tiles: int, S: int, block_n: int, processors: int) -> int:
 
 
 def _fits_tma(x: Tensor) -> bool:
-    """Tensor descriptors want 16-byte steps, packed rows and at least one row."""
-    size = x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and all(step * size % 16 == 0 and step > 0 for step in x.stride()[:-1])
-    return aligned and x.stride(-1) == 1 and size == 2
+    """Tensor descriptors want packed rows, and a start and steps of whole 16 bytes. float32 gains nothing by them."""
+    if x.element_size() != 2 or x.stride(-1) != 1 or x.data_ptr() % 16:
+        return False
+    return all(step > 0 and step * 2 % 16 == 0 for step in x.stride()[:-1])
 
 
 def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -349,7 +289,8 @@ def attend(
     """
     B, H, L, D = q.shape
     S = k.shape[2]
-    tile = tile or chosen_tile(q.dtype, L, D)
+    hopper = on_hopper(q)
+    tile = tile or chosen_tile(q.dtype, L, D, hopper)
     BM, BN, BD = tile.block_m, tile.block_n, padded_width(D)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     blocks = triton.cdiv(L, BM)
@@ -368,18 +309,16 @@ def attend(
         shapes = [(splits, B, H, L, D), *[(splits, B, H, L)] * 3]
         states = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
     mask = q if key_mask is None else key_mask.view(torch.uint8)
-    tma = tile.tma and all(map(_fits_tma, (q, k, v)))
+    tma = tile.tma and hopper and all(map(_fits_tma, (q, k, v)))
     sources = (_descriptor(q, BM, BD), _descriptor(k, BN, BD), _descriptor(v, BN, BD)) if tma else (q, k, v)
-    options = {"maxnreg": tile.registers} if tile.registers else {}
     _attend[(blocks, B * H, splits)](
         *sources, mask, out, entropy, *states,
         scale * LOG2E, H, L, S, per_split,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         *((0, 0) if key_mask is None else key_mask.stride()), *out.stride()[:3],
         D=D, GROUP=H // k.shape[1], BM=BM, BN=BN, BD=BD,
-        ENTROPY=with_entropy, MASK=key_mask is not None, SPLIT=splits > 1, PRODUCTS=tile.products,
-        TMA=tma, LANES=tile.lanes, LAZY=tile.lazy, LATE=tile.late, AHEAD=tile.ahead,
-        num_warps=tile.warps, num_stages=tile.stages, **options,
+        ENTROPY=with_entropy, MASK=key_mask is not None, SPLIT=splits > 1, TMA=tma,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         rows = 16
