@@ -335,6 +335,15 @@ def answer(job: tuple[Any, ...]) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
+def awaited(pending: Any) -> tuple[Any, str]:
+    """The `answer` of a process pool, which never comes from a process that died."""
+    try:
+        result: tuple[Any, str] = pending.get(JOB_TIMEOUT_S)
+    except multiprocessing.TimeoutError:
+        return None, f"no answer within {JOB_TIMEOUT_S} s: the process hangs or died"
+    return result
+
+
 class Isolated:
     """Jobs one by one in another process; a job that fails or hangs takes its process along, and no other job."""
 
@@ -344,10 +353,7 @@ class Isolated:
     def __call__(self, *job: Any) -> tuple[Any, str]:
         if self.pool is None:
             self.pool = multiprocessing.get_context("spawn").Pool(1)
-        try:
-            result, failure = self.pool.apply_async(answer, (job,)).get(JOB_TIMEOUT_S)
-        except multiprocessing.TimeoutError:
-            result, failure = None, f"no answer within {JOB_TIMEOUT_S} s: the process hangs or died"
+        result, failure = awaited(self.pool.apply_async(answer, (job,)))
         if failure:
             self.close()
         return result, failure
@@ -367,7 +373,8 @@ def compiled_and_checked(
     jobs: list[tuple[Any, ...]] = [(compile_case, case, None) for case in shapes()]
     jobs += [(compile_case, case, tile) for case, tile in (candidates() if sweep else [])]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        answers = pool.map(answer, jobs + [(check, case) for case in cases], chunksize=1)
+        pending = [pool.apply_async(answer, (job,)) for job in [*jobs, *((check, case) for case in cases)]]
+        answers = [awaited(result) for result in pending]
     refused = [f"{case} {tile or ''}: {why}" for (_, case, tile), (_, why) in zip(jobs, answers, strict=False) if why]
     checks = []
     for case, (checked, failure) in zip(cases, answers[len(jobs) :], strict=True):

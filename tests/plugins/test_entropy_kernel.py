@@ -388,6 +388,38 @@ def test_a_failing_job_leaves_the_next_one_a_fresh_process():
         alone.close()
 
 
+def test_a_check_that_fails_among_others_is_tried_again_alone(monkeypatch):
+    from toprovar.tools import kernel_bench
+
+    cases = [{"name": "first"}, {"name": "second"}]
+    monkeypatch.setattr(kernel_bench, "check_cases", lambda: cases)
+    monkeypatch.setattr(kernel_bench, "shapes", lambda: [])
+    monkeypatch.setattr(kernel_bench, "check", fails)
+    asked = []
+
+    def alone(*job):
+        asked.append(job)
+        return (None, "again") if job[1] is cases[0] else ({"ok": True}, "")
+
+    refused, checks = kernel_bench.compiled_and_checked(False, 1, alone)
+    assert refused == []
+    assert asked == [(fails, case) for case in cases]
+    assert checks == [{"name": "first", "ok": False, "failure": "again"}, {"ok": True}]
+
+
+def test_a_process_that_dies_is_named(monkeypatch):
+    from toprovar.tools import kernel_bench
+
+    monkeypatch.setattr(kernel_bench, "JOB_TIMEOUT_S", 2)
+    alone = kernel_bench.Isolated()
+    try:
+        result, failure = alone(os._exit, 9)
+    finally:
+        alone.close()
+    assert result is None
+    assert "hangs or died" in failure
+
+
 def test_compiling_ahead_launches_nothing_and_puts_the_kernels_back(monkeypatch):
     from toprovar.tools import kernel_bench
 
