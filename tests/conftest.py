@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does,
 from dataclasses import replace
 
 import pytest
+import triton_interpreter  # noqa: F401  before anything else can import triton
 
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.plan import Plan, Restore, Score

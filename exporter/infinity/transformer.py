@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.infinity.rope import rope_table
 from toprovar.exporter.schedules import Schedule, token_counts
-from toprovar.plugins.attention.oracle import attention, attention_with_entropy
+from toprovar.plugins import entropy_attention
+from toprovar.plugins.attention.oracle import attention
 
 MAX_LOG_SCALE = math.log(100.0)
 MASKED = -1e4  # additive mask; finite, so that half-precision graphs never meet inf - inf
@@ -162,8 +163,7 @@ class Block(nn.Module):
         values = torch.cat([v_past, v_new]).permute(1, 2, 0, 3)
         entropy = None
         if want_entropy:
-            o, per_head = attention_with_entropy(q, keys, values, scale=1.0)
-            entropy = per_head.mean(1)  # [R, L]
+            o, entropy = entropy_attention(q.to(v.dtype), keys.to(v.dtype), values, scale=1.0, head_mean=True)  # [R, L]
         else:
             o = attention(q, keys, values, scale=1.0)
         x = self.after_attention(x, o, cross, prompt.mask, gamma1, gamma2, scale2, shift2)
