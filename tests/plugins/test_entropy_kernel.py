@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -488,3 +489,13 @@ def test_one_fault_in_the_bench_is_named_and_loses_no_other_row(monkeypatch, tmp
         assert row["failure"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
         assert f"tile {tile}: FAILED" in printed
     assert kernel_bench.main(["--no-sweep", "--seconds", "0.25"]) == 1
+
+
+def test_the_docs_quote_the_committed_measurement():
+    from toprovar.tools.kernel_bench import table_from_report
+
+    docs = Path(__file__).parents[2] / "docs"
+    report = json.loads((docs / "data" / "entropy_attention_h200.json").read_text())
+    text = (docs / "entropy_attention.md").read_text()
+    assert table_from_report(report) in text
+    assert f"{len(report['checks'])} awkward cases" in text

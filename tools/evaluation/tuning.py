@@ -164,21 +164,27 @@ def tune(
     measure: Callable[[Guidance], dict[str, Any]],
     base: Guidance,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    grid: tuple[Sequence[float], Sequence[float]] | None = None,
+    late: bool = True,
 ) -> dict[str, Any]:
-    """Both rounds. measure: `judge_guidance` of one candidate. Returns: all candidates, and the chosen one's index."""
-    total = len(GRID_CFG) * len(GRID_TAU) + len(LATE_CFG) * len(LATE_TAU)
+    """Both rounds. measure: `judge_guidance` of one candidate; grid: cfg and tau values of the first round.
+
+    Returns: all candidates, and the chosen one's index.
+    """
+    grid_cfg, grid_tau = grid or (GRID_CFG, GRID_TAU)
+    total = len(grid_cfg) * len(grid_tau) + late * len(LATE_CFG) * len(LATE_TAU)
     candidates: list[dict[str, Any]] = []
 
     def run(guidance: Guidance) -> None:
         candidates.append(measure(guidance))
         on_progress(len(candidates), total)
 
-    for cfg in GRID_CFG:
-        for tau in GRID_TAU:
+    for cfg in grid_cfg:
+        for tau in grid_tau:
             run(constant(base, cfg, tau))
     first = candidates[choose(candidates)]
     start = base.model_copy(update={"cfg": tuple(first["cfg"]), "tau": tuple(first["tau"])})
-    for cfg in LATE_CFG:
+    for cfg in LATE_CFG if late else ():
         for tau in LATE_TAU:
             run(with_late(start, cfg, tau))
     return {"candidates": candidates, "chosen": choose(candidates)}
@@ -216,6 +222,8 @@ def run_tuning(
     device: str,
     command: str,
     processes: int = 1,
+    grid: tuple[Sequence[float], Sequence[float]] | None = None,
+    late: bool = True,
 ) -> dict[str, Any]:
     """Measures, writes `out`, and returns what it holds."""
     from toprovar.exporter.model import load_model
@@ -243,6 +251,8 @@ def run_tuning(
             lambda g: kept.measured(g, lambda own: judge_guidance(maker, truth, prompts, own, seed, score)),
             base,
             advance,
+            grid,
+            late,
         )
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -276,6 +286,13 @@ def tuning(
         Backend, typer.Option("--backend", help="What draws: the exported graphs, or the reference loop.")
     ] = Backend.onnxruntime,
     device: Annotated[Device, typer.Option("--device", help="cuda needs --backend pytorch.")] = Device.cpu,
+    cfg: Annotated[
+        list[float] | None, typer.Option("--cfg", help=f"A cfg of the first round; repeatable. Default: {GRID_CFG}.")
+    ] = None,
+    tau: Annotated[
+        list[float] | None, typer.Option("--tau", help=f"A tau of the first round; repeatable. Default: {GRID_TAU}.")
+    ] = None,
+    late: Annotated[bool, typer.Option(help="Also try other values for the last three scales.")] = True,
     processes: Annotated[
         int, typer.Option("--processes", min=1, help="Processes that judge; a GPU keeps about 16 busy.")
     ] = 1,
@@ -290,7 +307,18 @@ def tuning(
         if device is Device.cuda and backend is not Backend.pytorch:
             raise ToprovarError("--device cuda: ONNX Runtime runs on the CPU here", "pass --backend pytorch")
         command = shlex.join(["python", "-m", "toprovar.tools.evaluation.tuning", *sys.argv[1:]])
-        document = run_tuning(out, model, prompts, seed, backend.value, device.value, command, processes)
+        document = run_tuning(
+            out,
+            model,
+            prompts,
+            seed,
+            backend.value,
+            device.value,
+            command,
+            processes,
+            (cfg or GRID_CFG, tau or GRID_TAU),
+            late,
+        )
         chosen = document["candidates"][document["chosen"]]
         if as_json:
             console.print_json(document)
