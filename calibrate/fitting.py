@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toprovar.calibrate.methods import METHODS
-from toprovar.calibrate.methods.settings import MethodSettings
+from toprovar.calibrate.methods.settings import MethodSettings, options_of
 from toprovar.calibrate.statistics import Statistics
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.plan import Backbone, Plan
@@ -25,6 +25,11 @@ def fit_plan(method: str, stats: Statistics, backbone: Backbone, settings: Metho
         )
     if settings.alpha_min > settings.alpha_max:
         raise ToprovarError(f"alpha-min {settings.alpha_min} is larger than alpha-max {settings.alpha_max}")
-    plan = METHODS[method](stats, backbone, settings)
+    if settings.target_speedup is not None and not METHODS[method].is_tunable:
+        raise ToprovarError(
+            f"method {method} has one strength; it cannot be fitted to a target", "leave the target out"
+        )
+    options_of(METHODS[method].options, settings, method)
+    plan = METHODS[method].plan(stats, backbone, settings)
     plan.check()
     return plan

@@ -75,7 +75,7 @@ class SkipvarDecision(Part):
     skip: LogisticModel
     uncond: LogisticModel | None = None
     skip_paths: dict[Index, str]
-    uncond_paths: dict[Index, str] = {}
+    uncond_paths: dict[Index, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _covered(self) -> SkipvarDecision:
@@ -97,8 +97,8 @@ class SkipvarDecision(Part):
 class SatsDecision(Part):
     """After each of `scales`: where guidance hardly changed any more, it ends (LD-Pruning's SATS, arXiv 2606.00310).
 
-    gamma = |gap_k - gap_(k-1)| / (gap_(k-1) + epsilon) < delta, gap = RMS ("rms") or L2 norm ("l2") over computed tokens
-    and logits of conditional minus unconditional logits before temperature.
+    gamma = |gap_k - gap_(k-1)| / (gap_(k-1) + epsilon) < delta, where gap is the RMS ("rms") or L2 norm ("l2"), over
+    computed tokens and logits, of conditional minus unconditional logits before temperature.
     """
 
     kind: Literal["sats"] = "sats"

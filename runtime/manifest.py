@@ -85,7 +85,7 @@ class Step(Part):
     path: str = ""
     guided: bool = True
     images: Annotated[int, Field(ge=1, le=4096)] = 1
-    gates: dict[int, str] = {}
+    gates: dict[int, str] = Field(default_factory=dict)
     graph: Graph
 
 

@@ -57,8 +57,8 @@ class StepRecord:
 
 @dataclass
 class Result:
-    """image: uint8 [H, W, 3], or None without a decoder; codes [d, h, w]; bits per scale [N, bits] uint8, 255 where none
-    was drawn; decisions: (scale, what, value) as they were taken."""
+    """image: uint8 [H, W, 3], or None without a decoder; codes [d, h, w]; bits per scale [N, bits] uint8, 255 where
+    none was drawn; decisions: (scale, what, value) as they were taken."""
 
     image: np.ndarray | None
     codes: np.ndarray
@@ -211,7 +211,7 @@ class Pipeline:
                     picture.latency_ms,
                     picture.prompt,
                     picture.decisions,
-                )  # fmt: skip
+                )
             )
         return results
 

@@ -59,10 +59,10 @@ class Score(Part):
 
     kind: ScoreKind = "none"
     granularity: Granularity = "block"
-    source_layer: dict[Index, dict[Index, Index]] = {}
+    source_layer: dict[Index, dict[Index, Index]] = Field(default_factory=dict)
     row: Literal["cond", "each"] = "cond"
     heads: Literal["mean"] = "mean"
-    rotation: dict[Index, Annotated[float, Field(ge=0, lt=1)]] = {}
+    rotation: dict[Index, Annotated[float, Field(ge=0, lt=1)]] = Field(default_factory=dict)
     structure_weight: Annotated[float, Field(ge=0)] = 1.0
     iterations: Annotated[int, Field(ge=1, le=64)] = 4
     stratified: bool = False
@@ -93,7 +93,7 @@ class CodeWeight(Part):
     linear between them."""
 
     kind: Literal["none", "depth"] = "none"
-    ramp: dict[Index, tuple[Share, Share]] = {}
+    ramp: dict[Index, tuple[Share, Share]] = Field(default_factory=dict)
 
 
 class PlanPath(Part):
@@ -122,15 +122,21 @@ class ScaleDepth(Part):
 
 
 class Calibration(Part):
-    """Where the numbers come from."""
+    """Where the numbers come from.
+
+    expected_speedup: mean over calibration prompts of what decisions led to, as a TLE speed-up
+    measured_ssim:    mean SSIM to dense over some of them, where the plan was fitted to it
+    """
 
     prompts_sha256: str = ""
     prompts: int = 0
     ssim_threshold: float | None = None
     alpha: tuple[float, float] | None = None
     beta: float | None = None
-    settings: dict[str, str | float | int | bool | None] = {}
+    settings: dict[str, str | float | int | bool | None] = Field(default_factory=dict)
     stats: str = ""
+    expected_speedup: float | None = None
+    measured_ssim: float | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -151,12 +157,12 @@ class Plan(Part):
     skip_scales: tuple[Index, ...] = ()
     cfg_stop: CfgStop = CfgStop()
     score: Score = Score()
-    keep: dict[Index, tuple[Count, ...]] = {}
+    keep: dict[Index, tuple[Count, ...]] = Field(default_factory=dict)
     grid: Literal[1, 64] = 64
-    ladder: dict[Index, tuple[Count, ...]] = {}
+    ladder: dict[Index, tuple[Count, ...]] = Field(default_factory=dict)
     restore: Restore = Restore()
     code_weight: CodeWeight = CodeWeight()
-    paths: dict[str, PlanPath] = {}
+    paths: dict[str, PlanPath] = Field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     layers: LayerScores = LayerScores()
     D: ScaleDepth = ScaleDepth()
@@ -310,6 +316,11 @@ class Plan(Part):
         """Dense work over planned work."""
         dense = sum(self.tokens(k) for k in range(self.scales))
         return dense / self.token_layer_equivalents
+
+    @property
+    def expected_speedup(self) -> float:
+        """`tle_speedup`, or, where pictures take paths of their own, what it was over the calibration prompts."""
+        return self.calib.expected_speedup or self.tle_speedup
 
     @property
     def tle_range(self) -> tuple[float, float]:

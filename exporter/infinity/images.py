@@ -1,4 +1,4 @@
-"""What images that took the same decisions carry from scale to scale, in PyTorch: the reference of the runtime's loop."""
+"""What images that took the same decisions carry from scale to scale, in PyTorch: the runtime's reference."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from toprovar.calibrate.fitting import fit_plan
+from toprovar.calibrate.methods.common import keep_count
 from toprovar.calibrate.methods.settings import MethodSettings
-from toprovar.calibrate.methods.toprovar import fit_depth, fit_layers, keep_count
+from toprovar.calibrate.methods.toprovar import fit_depth, fit_layers
 from toprovar.calibrate.statistics import Statistics, guard_scale
 from toprovar.exporter.schedules import TEMPLATES, schedule_for
 from toprovar.runtime.errors import ToprovarError
