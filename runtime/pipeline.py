@@ -7,7 +7,7 @@ counts and names from the manifest, and no method.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -117,10 +117,12 @@ class Pipeline:
 
     def prepare(self, variant: str) -> None:
         """Loads every graph of a variant, so that the first image is as fast as the following ones."""
+        small = self.manifest.small_decoder if variant == "planned" else None
+        self._load(self.steps(variant), small)
+
+    def _load(self, steps: Iterable[Step], *further: Graph | None) -> None:
         manifest = self.manifest
-        steps = self.steps(variant)
-        small = manifest.small_decoder if variant == "planned" else None
-        for graph in (manifest.prompt, manifest.decoder, small, *(step.graph for step in steps)):
+        for graph in (manifest.prompt, manifest.decoder, *further, *(step.graph for step in steps)):
             if graph is not None:
                 self.backend.prepare(graph)
         self._text.prepare()
@@ -180,7 +182,9 @@ class Pipeline:
                 "export it again with --cfg, or leave the value at 1",
             )
         started = time.perf_counter()
-        self.prepare(variant)  # holds every graph against the manifest before buffers are made
+        # graphs are held against the manifest before buffers are made; those that a decision may never lead to are
+        # loaded when it does
+        self._load(table.certain(len(requests)))
         load_ms = (time.perf_counter() - started) * 1e3
         pictures = []
         for request in requests:

@@ -44,13 +44,15 @@ class Backbone(Part):
 class Score(Part):
     """What ranks tokens, on the conditional row.
 
-    kind: entropy     of a whole layer's attention at this scale; the lowest run. source_layer: {scale: {gated layer: layer}}
+    kind: entropy     of a whole layer's attention at this scale; the lowest run
           variance    squared distance of the gated part's input from its mean over tokens; the highest run
-          structure   projection on the main direction of the scale's input, and distance from its local mean; the highest
+          structure   projection of the scale's input on its main direction, and distance from its local mean; the
+                      highest run
           change      what the scale before changed, summed over its layers; the highest run
           code_energy detail energy of the scale before's codes; the highest run
-    granularity: one choice of tokens per block, per sub-layer, or per scale (gathered before block 0, restored after the
-                 last block)
+    source_layer: {scale: {gated layer: layer whose entropy ranks its tokens}}
+    granularity: one choice of tokens per block, per sub-layer, or per scale (gathered before block 0, restored after
+                 the last block)
     row:         "each": every row chooses for itself (variance only)
     rotation:    {scale: share of the order by which `change` is rotated}, so that no region is starved at every scale
     structure_weight, iterations: of the projection, and power iterations (structure)
@@ -71,9 +73,9 @@ class Score(Part):
 class Restore(Part):
     """What a pruned position gets.
 
-    identity: nothing is added; cached_residual: the part's residual of `ref_scale`, resampled; prev_residual: that of the
-    scale before. For whole scales: nn_kept, the hidden state of the nearest kept position; prev_code, the codes of the
-    scale before; zero_code, no code at all; identity, the scale's input.
+    identity: nothing is added; cached_residual: the part's residual of `ref_scale`, resampled; prev_residual: that of
+    the scale before. For whole scales: nn_kept, the hidden state of the nearest kept position; prev_code, the codes of
+    the scale before; zero_code, no code at all; identity, the scale's input.
     """
 
     kind: RestoreKind = "identity"

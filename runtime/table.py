@@ -32,6 +32,12 @@ class StepTable:
             same = [s for s in found if not s.guided]
         return sorted(same, key=lambda step: step.counts)
 
+    def certain(self, images: int) -> list[Step]:
+        """Steps that pictures run whatever is decided, where they start together."""
+        size = next(size for size in self.sizes() if size <= images)
+        found = [step for step in self.steps if step.images == size]
+        return [step for step in found if sum(other.scale == step.scale for other in found) == 1]
+
     def sizes(self) -> list[int]:
         """Numbers of images that the steps take, the largest first."""
         return sorted({step.images for step in self.steps}, reverse=True)

@@ -88,7 +88,7 @@ def _plan(
 ) -> Plan:
     """budget: tokens through the whole depth that a late scale may spend."""
     tokens, skip, layers = tokens_per_scale(stats), skipped_scales(stats, settings), backbone.layers
-    late = [k for k, n in enumerate(tokens) if n > budget and k > stats.guard_scale and k not in skip]
+    late = [k for k, n in enumerate(tokens) if n > budget and k > 0 and k not in skip]
     keep, rotation, ramps = {}, {}, {}
     for i, k in enumerate(late):
         ramp = depth_ramp(budget / tokens[k], layers)

@@ -32,7 +32,8 @@ def step_graph(config: InfinityConfig, route: Route, layout: WeightsLayout, opti
              cfg, tau, bit_limit [1], k_past_##, v_past_## [S, R, H, D]; where the plan needs them: residual_ss_##
              [N_ss, R, C] of scale ss, score [B, L], codes_before [B, d, h, w] of the scale before
     Outputs: bits [L, B, bits] int32 (-1 where none was drawn), codes_next [B, d, H, W], k_new_##, v_new_##
-             [n, R, H, D]; entropy_## [L], kept_##_n [n] int32 (with a leading B for several images), residual_ss_## [L, R, C],
+             [n, R, H, D]; entropy_## [L], kept_##_n [n] int32 (with a leading B for several images), residual_ss_##
+             [L, R, C],
              score_next [B, N'], own_codes [B, d, h, w], entropy_mean [B, L], guidance_gap [B]
     Raises:  ToprovarError where guidance inside layers meets a decision about guidance on logits
     """
