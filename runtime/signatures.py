@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from toprovar.runtime.decisions import EnergyMassDecision, RhoDecision, SatsDecision, SkipvarDecision
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.manifest import COMPUTE_DTYPES, Graph, Manifest, Step, TensorFacts
 from toprovar.runtime.table import StepTable, rows_axis
@@ -45,8 +46,11 @@ def check_signatures(manifest: Manifest) -> None:
         _expect_decoded(manifest.small_decoder)
     for name, steps in manifest.variants.items():
         table = StepTable(steps, manifest.decisions if name == "planned" else ())
+        if 1 not in table.sizes():
+            raise ToprovarError(f"manifest has no steps of variant {name} for one image", HINT)
         for images in table.sizes():
             _check_variant(manifest, name, table, images)
+        _check_decided(manifest, name, table)
     _check_shared(manifest)
 
 
@@ -81,6 +85,30 @@ def _check_variant(manifest: Manifest, name: str, table: StepTable, images: int)
     for step in steps:
         if id(step) not in seen:
             raise ToprovarError(f"manifest names {step.graph.file}, which no decision leads to", HINT)
+
+
+def _check_decided(manifest: Manifest, name: str, table: StepTable) -> None:
+    """What decisions read is there, and steps for several images cover what those for one do."""
+    kinds = {
+        size: {(s.scale, s.path, s.guided, s.counts) for s in table.steps if s.images == size} for size in table.sizes()
+    }
+    for size, found in kinds.items():
+        if found != kinds[1]:
+            raise ToprovarError(f"manifest has other steps of variant {name} for {size} images than for one", HINT)
+    rho, sats = table.decision(RhoDecision), table.decision(SatsDecision)
+    needed = [(step, "entropy_mean") for step in table.steps if rho and not step.path and step.scale in rho.paths]
+    needed += [(step, "guidance_gap") for step in table.steps if sats and step.guided and step.scale in sats.scales]
+    for step, output in needed:
+        if output not in step.graph.outputs:
+            raise ToprovarError(f"manifest gives {step.graph.file} no output {output}, which a decision reads", HINT)
+    if table.decision(SkipvarDecision) and manifest.small_decoder is None:
+        raise ToprovarError("manifest has a skipvar decision and no small_decoder", HINT)
+    choices = {(s.scale, s.path, s.guided): 0 for s in table.steps}
+    for step in table.steps:
+        choices[step.scale, step.path, step.guided] += step.images == 1
+    for (scale, _, _), count in choices.items():
+        if count > 1 and table.decision(EnergyMassDecision) is None:
+            raise ToprovarError(f"manifest has {count} steps of variant {name} at scale {scale} and no choice", HINT)
 
 
 def _check_shared(manifest: Manifest) -> None:

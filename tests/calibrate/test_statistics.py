@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_numbers_are_what_they_are_defined_as(tiny, measured):
     )  # fmt: skip
     for k, (height, width) in enumerate(SCHEDULE):
         states = [seen["in", k], *(seen[f"block{layer}", k] for layer in range(4))]
-        expected = [np.abs(after[0] - before[0]).mean() for before, after in zip(states, states[1:], strict=False)]
+        expected = [np.abs(after[0] - before[0]).mean() for before, after in pairwise(states)]
         np.testing.assert_allclose(stats.change[1, k], expected, rtol=1e-5)
         raw = seen["raw", k]
         assert stats.guidance_gap[1, k] == pytest.approx(np.sqrt(((raw[0] - raw[1]) ** 2).mean()), rel=1e-5)

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-
 from made_statistics import backbone_of, statistics_of
 
 from toprovar.calibrate.fitting import fit_plan
