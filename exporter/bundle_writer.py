@@ -358,7 +358,7 @@ def bill(graphs: BundleGraphs) -> Bill:
     item = 4 if graphs.options.compute == "fp32" else 2
     row = graphs.options.rows * graphs.model.config.width * item * 2
     last = graphs.dense.run_scales[-1]
-    cache_bytes = sum(graphs.dense.cached_tokens(last)) * row
+    cache_bytes = sum(graphs.dense.cached_tokens(last)) * row * graphs.options.images
     scales = []
     for k in range(graphs.plan.scales):
         counts = graphs.plan.counts(k)

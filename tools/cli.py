@@ -229,6 +229,9 @@ def export(
     text_tokens: Annotated[
         int | None, typer.Option("--text-tokens", min=1, max=512, help="Prompt length; model's own default.")
     ] = None,
+    images: Annotated[
+        int, typer.Option("--images", min=1, max=64, help="Also write steps that draw so many images at once.")
+    ] = 1,
     tokenizer: Tokenizer = None,
     aspect: Aspect = None,
     budget: Budget = None,
@@ -250,7 +253,7 @@ def export(
 
         request = ExportRequest(
             model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value, text_tokens=text_tokens,
-            aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run,
+            images=images, aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run,
             graphs_only=graphs_only,
         )  # fmt: skip
         facts = run_export(request, quiet=json)

@@ -27,8 +27,8 @@ MOST_LEVELS = 8  # distinct depths of a scale, hence distinct counts
 
 
 class DepthvarOptions(MethodOptions):
-    """reference: R, 0-based; scales behind it spend as much each as R does. rotation: share of the order by which the
-    last scale is turned. weighted: codes are scaled by depth."""
+    """reference: R, 0-based; scales behind it spend as much each as R does. rotation: share of the order by which
+    scales are turned, from 0 at the first behind R towards it at the end. weighted: codes are scaled by depth."""
 
     reference: Annotated[Index | None, Field()] = None
     rotation: Annotated[float, Field(ge=0, lt=1)] = 0.5
@@ -90,13 +90,13 @@ def _plan(
     tokens, skip, layers = tokens_per_scale(stats), skipped_scales(stats, settings), backbone.layers
     late = [k for k, n in enumerate(tokens) if n > budget and k > 0 and k not in skip]
     keep, rotation, ramps = {}, {}, {}
-    for i, k in enumerate(late):
+    for k in late:
         ramp = depth_ramp(budget / tokens[k], layers)
         counts = [keep_count(tokens[k], 1 - n / tokens[k]) for n in active_counts(tokens[k], ramp, layers)]
         if min(counts) == tokens[k]:
             continue
         keep[k] = tuple(counts)
-        rotation[k] = round(options.rotation * i / max(len(late) - 1, 1), 6)
+        rotation[k] = round(options.rotation * (k - late[0]) / (len(tokens) - late[0]), 6)
         ramps[k] = (round(ramp[0], 6), round(ramp[1], 6))
     kind = settings.restore or "cached_residual"
     reference = min(keep) - 1 if keep and kind == "cached_residual" else None
