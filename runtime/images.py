@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from toprovar.runtime.manifest import COMPUTE_DTYPES, NUMPY_DTYPES, Manifest
 from toprovar.runtime.table import StepTable, rows_axis
+
+
+def joined_prompts(tensors: Sequence[dict[str, np.ndarray]], rows: int) -> dict[str, np.ndarray]:
+    """Prompt tensors of a batch: conditional rows of all pictures, then unconditional ones.
+
+    tensors: what the prompt graph gave for each picture, with `rows` rows each
+    """
+    order = [(half, one) for half in range(rows) for one in tensors]
+    return {
+        name: np.concatenate([np.take(one[name], [half], rows_axis(name)) for half, one in order], rows_axis(name))
+        for name in tensors[0]
+    }
 
 
 class Images:

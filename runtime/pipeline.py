@@ -24,10 +24,10 @@ from toprovar.runtime.decisions import (
 )
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
-from toprovar.runtime.images import Images
+from toprovar.runtime.images import Images, joined_prompts
 from toprovar.runtime.manifest import NUMPY_DTYPES, Graph, Step, TensorFacts
 from toprovar.runtime.noise import check_seed, uniform_noise
-from toprovar.runtime.table import StepTable, rows_axis
+from toprovar.runtime.table import StepTable
 from toprovar.runtime.text import EncodedPrompt, TextEncoder
 
 
@@ -168,6 +168,8 @@ class Pipeline:
         on_scale: called with (image, scale, codes [d, h, w])
         Raises:   as `generate`.
         """
+        if not requests:
+            return []
         for request in requests:
             check_seed(request.seed)
         manifest = self.manifest
@@ -266,13 +268,7 @@ class _Run:
         self.last_use = {name: step.scale for step in table.steps for name in step.graph.inputs}
 
     def all_scales(self) -> None:
-        tensors = [picture.tensors for picture in self.pictures]
-        halves = range(self.manifest.rows)  # conditional rows of all images, then unconditional ones
-        prompt = {
-            name: np.concatenate([np.take(t[name], [half], rows_axis(name)) for half in halves for t in tensors],
-                                 rows_axis(name))
-            for name in tensors[0]
-        }  # fmt: skip
+        prompt = joined_prompts([picture.tensors for picture in self.pictures], self.manifest.rows)
         groups = [Images(self.manifest, self.table, list(range(len(self.pictures))), prompt)]
         for scale in range(len(self.manifest.schedule)):
             following = []

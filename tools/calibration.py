@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toprovar.calibrate.fitting import fit_plan
+from toprovar.calibrate.fitting import check_settings, fit_plan
 from toprovar.calibrate.methods import METHODS
-from toprovar.calibrate.methods.settings import MethodSettings, options_of
+from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.methods.toprovar import fit_depth
 from toprovar.calibrate.report import write_report
 from toprovar.calibrate.statistics import Statistics, collect_statistics, read_prompts
@@ -58,22 +57,15 @@ def shipped_prompts(name: str = "demo") -> Path:
 def check_request(request: CalibrationRequest) -> list[str]:
     """Refuses what can be refused before a model is loaded. Returns: the prompts."""
     check_seed(request.seed)
-    if request.method not in METHODS:
-        near = difflib.get_close_matches(request.method, METHODS, 1)
-        raise ToprovarError(
-            f"unknown method {request.method}",
-            f"did you mean {near[0]}?" if near else f"choose one of: {', '.join(METHODS)}",
-        )
     numbers = {name: getattr(request.settings, name) for name in ("tau", "beta", "alpha_max", "target_speedup")}
     for name, value in {**numbers, "target_ssim": request.target_ssim}.items():
         if value is not None and not math.isfinite(value):
             option = {"tau": "--rho-threshold"}.get(name, "--" + name.replace("_", "-"))
             raise ToprovarError(f"{option}: {value} is not a finite number", "see toprovar calibrate --help")
-    method = METHODS[request.method]
-    options_of(method.options, request.settings, request.method)
+    check_settings(request.method, request.settings)
     if request.target_ssim is not None and request.settings.target_speedup is not None:
         raise ToprovarError("--target-ssim and --target-speedup are both given", "give one of them")
-    if request.target_ssim is not None and not method.is_tunable:
+    if request.target_ssim is not None and not METHODS[request.method].is_tunable:
         raise ToprovarError(
             f"method {request.method} has one strength; it cannot be fitted to a target", "leave --target-ssim out"
         )

@@ -118,4 +118,4 @@ def _plan(
     )
 
 
-DEPTHVAR = Method("DepthVAR", depthvar_plan_from_stats, DepthvarOptions)
+DEPTHVAR = Method("DepthVAR", depthvar_plan_from_stats, DepthvarOptions, reads=("preset", "restore", "resample"))

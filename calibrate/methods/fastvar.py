@@ -84,4 +84,4 @@ def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings, stren
     )
 
 
-FASTVAR = Method("FastVAR", fastvar_plan_from_stats, FastvarOptions)
+FASTVAR = Method("FastVAR", fastvar_plan_from_stats, FastvarOptions, reads=("preset", "restore", "resample"))

@@ -48,4 +48,4 @@ def fixed_exit_plan_from_stats(stats: Statistics, backbone: Backbone, settings: 
     )
 
 
-FIXED_EXIT = Method("Fixed exit", fixed_exit_plan_from_stats)
+FIXED_EXIT = Method("Fixed exit", fixed_exit_plan_from_stats, reads=("scale_depth",))

@@ -105,4 +105,4 @@ def nearest_rung(rungs: tuple[int, ...], count: float) -> int:
     return min(rungs, key=lambda rung: (abs(rung - count), rung))
 
 
-LD_PRUNING = Method("LD-Pruning", ld_plan_from_stats, LdPruningOptions)
+LD_PRUNING = Method("LD-Pruning", ld_plan_from_stats, LdPruningOptions, reads=("preset",))

@@ -19,6 +19,7 @@ class Method:
     options:     class of its own options (`--set`)
     is_tunable:  whether it can reach a target
     needs:       names of further statistics it reads (statistics.FURTHER)
+    reads:       names of the settings it reads beside its own options and a target; others are refused
     """
 
     title: str
@@ -26,3 +27,4 @@ class Method:
     options: type[MethodOptions] = MethodOptions
     is_tunable: bool = True
     needs: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()

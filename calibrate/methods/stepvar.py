@@ -69,4 +69,4 @@ def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings, stren
     )
 
 
-STEPVAR = Method("StepVAR", stepvar_plan_from_stats, StepvarOptions)
+STEPVAR = Method("StepVAR", stepvar_plan_from_stats, StepvarOptions, reads=("preset",))

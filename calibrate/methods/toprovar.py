@@ -341,4 +341,12 @@ def _adaptive(stats: Statistics, backbone: Backbone, settings: MethodSettings) -
     )
 
 
-TOPROVAR = Method("ToProVAR", toprovar_plan_from_stats, ToprovarOptions)
+TOPROVAR = Method(
+    "ToProVAR",
+    toprovar_plan_from_stats,
+    ToprovarOptions,
+    reads=(
+        "preset", "tau", "direction", "scale_depth", "beta", "global_layers", "alpha_min", "alpha_max", "phi_floor",
+        "restore", "resample",
+    ),
+)  # fmt: skip
