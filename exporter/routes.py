@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from toprovar.runtime.decisions import SatsDecision
-from toprovar.runtime.plan import RESIDUALS, Plan
+from toprovar.runtime.plan import RESIDUALS, SUBLAYERS, Plan
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,6 @@ def routes(plan: Plan, guided: bool) -> list[Route]:
 
 def residual_names(plan: Plan, scale: int, layer: int, source: int | None = None) -> list[str]:
     """Names of a layer's residual tensors, one or one per sub-layer, as left behind by scale `source`."""
-    from toprovar.runtime.plan import SUBLAYERS
-
     if plan.restore.kind not in RESIDUALS:
         return []
     start = f"residual_{scale if source is None else source:02d}_{layer:02d}"

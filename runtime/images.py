@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
-from toprovar.runtime.manifest import COMPUTE_DTYPES, NUMPY_DTYPES, Manifest
+from toprovar.runtime.manifest import COMPUTE_DTYPES, NUMPY_DTYPES, Manifest, Step
 from toprovar.runtime.table import StepTable, rows_axis
 
 
@@ -70,8 +71,7 @@ class Images:
         if picks == list(range(self.count)) and guided == self.guided:
             return self
         rows = picks + [i + self.count for i in picks] if guided else picks
-        part = object.__new__(Images)
-        part.__dict__.update(self.__dict__)
+        part = copy(self)
         part.places, part.guided = [self.places[i] for i in picks], guided
         part.prompt = {name: np.take(array, rows, rows_axis(name)) for name, array in self.prompt.items()}
         part.residuals = {name: np.take(array, rows, rows_axis(name)) for name, array in self.residuals.items()}
@@ -89,7 +89,6 @@ class Images:
         return part
 
 
-def _ends(step: object) -> bool:
+def _ends(step: Step) -> bool:
     """Whether nothing is cached by a step, since none comes after it."""
-    outputs: Mapping[str, object] = step.graph.outputs  # type: ignore[attr-defined]
-    return not any(name.startswith("k_new_") for name in outputs)
+    return not any(name.startswith("k_new_") for name in step.graph.outputs)
