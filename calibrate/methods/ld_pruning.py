@@ -68,7 +68,7 @@ def _plan(
 ) -> Plan:
     tokens, skip = tokens_per_scale(stats), skipped_scales(stats, settings)
     scales, last = len(tokens), len(tokens) - 1 - len(skip)
-    keep, ladder = {}, {}
+    keep, ladder, taken = {}, {}, {}
     for k in range(max(1, scales - options.lhep_scales), last + 1):
         if tokens[k] < MIN_PRUNED_TOKENS:
             continue
@@ -77,14 +77,14 @@ def _plan(
         if options.counts == "fixed":
             keep[k] = (keep_count(tokens[k], 1 - float(np.percentile(needed, ENOUGH)) / tokens[k]),) * backbone.layers
         else:
-            taken = [next(rung for rung in rungs if rung >= min(need, tokens[k])) for need in needed]
-            keep[k], ladder[k] = (nearest_rung(rungs, float(np.mean(taken))),) * backbone.layers, rungs
+            taken[k] = [next(rung for rung in rungs if rung >= min(need, tokens[k])) for need in needed]
+            keep[k], ladder[k] = (nearest_rung(rungs, float(np.mean(taken[k]))),) * backbone.layers, rungs
     sats = tuple(range(max(1, scales - options.sats_scales), last))  # behind the last scale nothing is left to drop
     decisions: list[Decision] = [EnergyMassDecision(mass=mass)] if ladder else []
     if sats:
         decisions.append(SatsDecision(scales=sats, delta=options.delta, norm=options.norm, epsilon=options.epsilon))
     score = Score(kind="code_energy", granularity="scale") if keep else Score()
-    return Plan(
+    plan = Plan(
         tool_version=VERSION,
         backbone=backbone,
         schedule=stats.schedule,
@@ -97,8 +97,25 @@ def _plan(
         ladder=ladder,
         restore=Restore(kind="prev_code") if keep else Restore(),
         decisions=tuple(decisions),
-        calib=provenance(stats, settings, settings={"mass": round(mass, 6), "counts": options.counts}),
     )
+    work = [prompt_work(plan, stats, p, {k: rungs[p] for k, rungs in taken.items()}) for p in range(len(stats.prompts))]
+    facts = {"mass": round(mass, 6), "counts": options.counts}
+    expected = round(sum(tokens) / float(np.mean(work)), 6)
+    return plan.model_copy(update={"calib": provenance(stats, settings, settings=facts, expected_speedup=expected)})
+
+
+def prompt_work(plan: Plan, stats: Statistics, prompt: int, taken: dict[int, int]) -> float:
+    """TLE that a calibration prompt would have cost: its rungs, and the end of guidance by its dense run's gaps."""
+    keep = dict(plan.keep) | {k: (count,) * plan.backbone.layers for k, count in taken.items()}
+    changes: dict[str, object] = {"keep": keep, "ladder": {}}
+    sats = plan.decision(SatsDecision)
+    if sats is not None and stats.guidance_gap is not None:
+        rms = stats.guidance_gap[prompt]
+        counts = [taken.get(k, plan.counts(k)[0]) for k in range(plan.scales)]
+        gaps = [sats.gap(float(v), n * 2 * plan.backbone.bits) for v, n in zip(rms, counts, strict=True)]
+        ends = [k for k in sats.scales if sats.ends_guidance(gaps[k], gaps[k - 1])]
+        changes["cfg_stop"] = CfgStop(mode="static", scale=ends[0] + 1) if ends else CfgStop()
+    return plan.model_copy(update=changes).token_layer_equivalents
 
 
 def nearest_rung(rungs: tuple[int, ...], count: float) -> int:

@@ -115,6 +115,22 @@ def test_ld_pruning_decides_counts_and_guidance():
     assert paper.decision(SatsDecision).scales == (9,)
 
 
+def test_the_expected_work_counts_rungs_and_the_end_of_guidance():
+    """Gaps that stay put end guidance after scale 9; those that double never do."""
+    even, doubling = np.ones((4, 13)), np.tile(2.0 ** np.arange(13), (4, 1))
+    alone = fitted("ld_pruning", options={"sats_scales": 0}).expected_speedup
+    assert alone == pytest.approx(10521 / (2521 + 832 + 1152 + 2048), abs=1e-5)
+    goes_on = fit_plan("ld_pruning", statistics_of(guidance_gap=doubling), BACKBONE, MethodSettings())
+    assert goes_on.expected_speedup == pytest.approx(alone)
+    ends = fit_plan("ld_pruning", statistics_of(guidance_gap=even), BACKBONE, MethodSettings())
+    assert ends.expected_speedup == pytest.approx(10521 / (2521 + (832 + 1152 + 2048) / 2), abs=1e-5)
+    # the L2 norm over 1600 to 4096 tokens of a scale against 832 to 2048 that run: no step is below 15 %
+    l2 = MethodSettings(options={"norm": "l2"})
+    assert (
+        fit_plan("ld_pruning", statistics_of(guidance_gap=even), BACKBONE, l2).expected_speedup < ends.expected_speedup
+    )
+
+
 def test_fixed_counts_are_enough_for_nine_of_ten_prompts():
     stats = statistics_of(prompts=10)
     stats.energy_tokens[9, 12] = 4096  # one prompt of ten needs all
