@@ -141,3 +141,19 @@ def test_a_form_without_pictures_is_refused(tmp_path):
     end = run("--out", tmp_path, "--score", tmp_path / "answers.txt")
     assert end.exit_code == 2
     assert "key.json does not exist" in end.stderr
+
+
+def test_the_committed_protocol_follows_from_its_answers():
+    from pathlib import Path
+
+    from toprovar.runtime.json_files import read_json
+
+    docs = Path(__file__).parents[3] / "docs"
+    protocol = read_json(docs / "data" / "demo_naming.json")
+    assert [item["prompt"] for item in protocol["items"]] != naming.naming_prompts()  # shuffled
+    assert sorted(item["prompt"] for item in protocol["items"]) == sorted(naming.naming_prompts())
+    right = [naming.is_accepted(item["answer"], item["accepted"]) for item in protocol["items"]]
+    assert right == [item["right"] for item in protocol["items"]]
+    assert protocol["right"] == sum(right)
+    assert f"**{sum(right)} of 32 named right**" in (docs / "evaluation.md").read_text()
+    assert sum(right) >= 24  # three of four
