@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from toprovar.runtime.parts import Index, Part, Share
 
-Feature = Annotated[float, Field(allow_inf_nan=False)]
+Coefficient = Annotated[float, Field(ge=-1e12, le=1e12)]  # sums of their products stay finite
 FEATURES = 2  # HF_Diff and HF_Ratio
 
 
@@ -40,10 +40,10 @@ class LogisticModel(Part):
     weights: one row per class, FEATURES columns; labels: what each row stands for.
     """
 
-    mean: tuple[float, ...]
-    std: tuple[Annotated[float, Field(gt=0)], ...]
-    weights: tuple[tuple[float, ...], ...]
-    intercepts: tuple[float, ...]
+    mean: tuple[Coefficient, ...]
+    std: tuple[Annotated[Coefficient, Field(ge=1e-12)], ...]
+    weights: tuple[tuple[Coefficient, ...], ...]
+    intercepts: tuple[Coefficient, ...]
     labels: tuple[Index, ...]
 
     @model_validator(mode="after")
@@ -105,7 +105,7 @@ class SatsDecision(Part):
     scales: Annotated[tuple[Index, ...], Field(min_length=1)]
     delta: Annotated[float, Field(ge=0)]
     norm: Literal["rms", "l2"] = "rms"
-    epsilon: Annotated[float, Field(ge=0)] = 1e-6
+    epsilon: Annotated[float, Field(gt=0)] = 1e-6  # two gaps of 0 have no ratio
 
     def gap(self, rms: float, values: int) -> float:
         """rms: over `values` logits."""

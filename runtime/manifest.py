@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from toprovar.runtime.decisions import Decision
 from toprovar.runtime.guidance import Guidance
-from toprovar.runtime.parts import Part, Side
+from toprovar.runtime.parts import Index, Part, Side
 from toprovar.runtime.plan import Backbone
 
 MANIFEST_FILE = "manifest.json"
@@ -85,7 +85,7 @@ class Step(Part):
     path: str = ""
     guided: bool = True
     images: Annotated[int, Field(ge=1, le=4096)] = 1
-    gates: dict[int, str] = Field(default_factory=dict)
+    gates: dict[Index, str] = Field(default_factory=dict)
     graph: Graph
 
 

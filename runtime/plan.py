@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from toprovar.runtime.decisions import Decision, DecisionKind, RhoDecision, SatsDecision, SkipvarDecision
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import read_json, write_json
-from toprovar.runtime.parts import Count, Index, Part, Share, Side
+from toprovar.runtime.parts import Count, Index, Part, Share, Side, Whole
 
 PLAN_SCHEMA_VERSION = 2
 COUNT_GRID = 64  # the query tile of fused attention and GEMM kernels
@@ -34,10 +34,10 @@ class Backbone(Part):
     """The model a plan was made for."""
 
     family: str
-    layers: Annotated[int, Field(ge=1)]
-    width: Annotated[int, Field(ge=1)]
-    heads: Annotated[int, Field(ge=1)]
-    bits: Annotated[int, Field(ge=1)]
+    layers: Annotated[int, Whole, Field(ge=1, le=4096)]  # a list of this length is made before it is compared
+    width: Side
+    heads: Side
+    bits: Side
     weights_sha256: str = ""
 
 
@@ -110,7 +110,7 @@ class PlanPath(Part):
 class LayerScores(Part):
     """R per layer in [0, 1] (1 = Detail, prunable; 0 = Global) and the class made of it."""
 
-    R: tuple[float, ...] = ()
+    R: tuple[Share, ...] = ()
     classes: tuple[Literal["global", "detail"], ...] = Field(default=(), alias="class")
 
 
@@ -119,7 +119,7 @@ class ScaleDepth(Part):
 
     mode: Literal["none", "static", "adaptive"] = "none"
     value: Index | None = None
-    tau: float | None = None
+    tau: Share | None = None
     direction: Literal["le", "ge"] | None = None
 
 
@@ -131,14 +131,14 @@ class Calibration(Part):
     """
 
     prompts_sha256: str = ""
-    prompts: int = 0
+    prompts: Count = 0
     ssim_threshold: float | None = None
     alpha: tuple[float, float] | None = None
     beta: float | None = None
     settings: dict[str, str | float | int | bool | None] = Field(default_factory=dict)
     stats: str = ""
-    expected_speedup: float | None = None
-    measured_ssim: float | None = None
+    expected_speedup: Annotated[float, Field(gt=0)] | None = None
+    measured_ssim: Annotated[float, Field(ge=-1, le=1)] | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -160,7 +160,7 @@ class Plan(Part):
     cfg_stop: CfgStop = CfgStop()
     score: Score = Score()
     keep: dict[Index, tuple[Count, ...]] = Field(default_factory=dict)
-    grid: Literal[1, 64] = 64
+    grid: Annotated[Literal[1, 64], Whole] = 64
     ladder: dict[Index, tuple[Count, ...]] = Field(default_factory=dict)
     restore: Restore = Restore()
     code_weight: CodeWeight = CodeWeight()
@@ -372,6 +372,10 @@ def dense_plan(backbone: Backbone, schedule: tuple[tuple[int, int], ...]) -> Pla
     return Plan(backbone=backbone, schedule=schedule, method="dense")
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -393,10 +397,9 @@ def model_from_json(kind: type[Model], value: Any, what: str) -> Model:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "document"
-        found = repr(first["input"])
+        place = _shortened(".".join(str(part) for part in first["loc"]) or "document")
         raise ToprovarError(
-            f"{what}: {place}: {first['msg'].lower()} (found {found[:80]}{'…' if len(found) > 80 else ''})",
+            f"{what}: {place}: {first['msg'].lower()} (found {_shortened(repr(first['input']))})",
             "make the file again; it is not meant to be edited by hand",
         ) from None
 

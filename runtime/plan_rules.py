@@ -27,6 +27,7 @@ def check_plan(plan: Plan) -> None:
     """Raises: ToprovarError for the first rule the plan breaks; the message names scale and layer."""
     _check_path(plan)
     _check_decisions(plan)
+    _check_notes(plan)
     for name in plan.paths:
         try:
             _check_path(plan.on_path(name))
@@ -259,7 +260,20 @@ def _check_decisions(plan: Plan) -> None:
                 )
 
 
+def _check_notes(plan: Plan) -> None:
+    """What the plan only tells: R and class of every layer, and D."""
+    for name, values in (("R", plan.layers.R), ("class", plan.layers.classes)):
+        if len(values) not in (0, plan.backbone.layers):
+            raise ToprovarError(
+                f"plan.layers.{name} has {len(values)} values; the backbone has {plan.backbone.layers} layers"
+            )
+    if plan.D.value is not None and plan.D.value >= plan.scales:
+        raise ToprovarError(f"plan.D is {plan.D.value}; the schedule has scales 0 to {plan.scales - 1}")
+
+
 def _check_rho(plan: Plan, rho: RhoDecision) -> None:
+    if plan.score.granularity == "sublayer":
+        raise ToprovarError("rho averages the entropy of whole blocks; plan.score gathers tokens per sublayer")
     for scale in rho.paths:
         if scale not in plan.run_scales:
             raise ToprovarError(f"rho decides after scale {scale}, which the plan does not run")

@@ -16,17 +16,13 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from toprovar.tools import console
 
 
 class Group(console.OneMessage, TyperGroup):
     """The commands of `toprovar`."""
-
-
-class Single(console.OneMessage, TyperCommand):
-    """A command that is a program of its own."""
 
 
 app = typer.Typer(
@@ -482,7 +478,7 @@ def export_main() -> None:
     _wait_passively()
     _interruptible()
     export_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    export_app.command(name="toprovar-export", cls=Single)(export)
+    export_app.command(name="toprovar-export", cls=console.Single)(export)
     export_app()
 
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer.core import TyperCommand
 
 from toprovar.runtime.errors import (
     EXIT_ENVIRONMENT,
@@ -208,3 +209,7 @@ class OneMessage:
             code = EXIT_INTERRUPTED
             say(INTERRUPTED)
         sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+
+class Single(OneMessage, TyperCommand):
+    """A command that is a program of its own."""

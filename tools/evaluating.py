@@ -25,7 +25,7 @@ from toprovar.runtime.noise import MAX_SEED, check_seed
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
 from toprovar.tools.evaluation.prompts import SPLITS, Prompt, prompts_digest, prompts_of
-from toprovar.tools.options import guidance_with
+from toprovar.tools.options import guidance_with, in_range, numbers
 
 if TYPE_CHECKING:
     from toprovar.calibrate.statistics import Statistics
@@ -74,6 +74,10 @@ def _check(request: EvaluationRequest, prompts: int) -> None:
     if request.device != "cpu" and request.backend != "pytorch":
         raise ToprovarError(
             f"--device {request.device}: ONNX Runtime runs on the CPU here", "pass --backend pytorch, or --device cpu"
+        )
+    if request.calibration is not None and not request.calibration.is_dir():
+        raise ToprovarError(
+            f"--calibration {request.calibration} is no folder", "make it:  toprovar calibrate demo -o FOLDER"
         )
     if request.calibration is not None and (request.cfg is not None or request.tau is not None):
         raise ToprovarError(
@@ -152,11 +156,17 @@ class _Evaluation:
 
     def _is_done(self, prompt: Prompt, variant: str) -> bool:
         identity = self.identities[prompt.index, variant]
-        if identity not in self.journal.done:
+        record = self.journal.done.get(identity)
+        if record is None or not self._fits(record, prompt, variant):
             return False
         return prompt.index >= SHEET_PROMPTS or _is_picture_of(
             _picture_path(self.request.out, prompt, variant), identity
         )
+
+    def _fits(self, record: Record, prompt: Prompt, variant: str) -> bool:
+        """Whether a record says of itself what its identity stands for; a hand may have changed it."""
+        told = (record.prompt, record.variant, record.seed, record.features.shape[1])
+        return told == (prompt.index, variant, self.request.seed + prompt.index, len(self.truth.features.mean))
 
     def missing(self) -> list[tuple[Prompt, list[str]]]:
         found = [(prompt, [name for name in self.plans if not self._is_done(prompt, name)]) for prompt in self.prompts]
@@ -314,6 +324,11 @@ def dry_run(request: EvaluationRequest, quiet: bool = False) -> dict[str, Any]:
     _check(request, request.prompts or 1)
     every = prompts_of(request.split, read_concepts(ground_truth_folder(request.model)))
     prompts = _chosen(request, every)
+    _check(request, len(prompts))
+    check_folder(request.out / "pictures")
+    for values, name, is_open in ((request.cfg, "--cfg", False), (request.tau, "--tau", True)):
+        if values is not None:
+            in_range(numbers(values, name), name, 0, is_open)
     buckets: dict[str, int] = {}
     for prompt in prompts:
         for group in (prompt.bucket, f"held-out {prompt.held_out}" if prompt.held_out else "seen"):
@@ -368,7 +383,10 @@ def run_evaluation(request: EvaluationRequest) -> dict[str, Any]:
     check_folder(request.out / "pictures")
     journal = Journal(request.out / JOURNAL_FILE, request.resume)
     if journal.damaged:
-        console.say(f"warning: {journal.damaged} unfinished line of {journal.path} was dropped; its picture is redrawn")
+        lines = "line was" if journal.damaged == 1 else "lines were"
+        console.say(
+            f"warning: {journal.damaged} unfinished {lines} dropped from {journal.path}; what is missing is redrawn"
+        )
     model = load_model(request.model)
     guidance = guidance_with(model.guidance(), request.cfg, request.tau)
     plans = plans_from(sources, model, lambda: _statistics(request, model, guidance))

@@ -380,7 +380,7 @@ def _summary(report: Report) -> str:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=console.Single)
 def parity(
     file: Annotated[Path, typer.Argument(help="Parity file (.npz): weights, settings and recorded arrays.")],
     run: Annotated[list[str] | None, typer.Option("--run", help="Run to compare; repeatable. Default: all.")] = None,

@@ -627,7 +627,7 @@ def print_table(document: dict[str, Any]) -> None:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=console.Single)
 def sweep(
     calibration: Annotated[
         Path | None, typer.Option("--calibration", help="Folder that `toprovar calibrate demo` wrote.")

@@ -35,7 +35,7 @@ class LdPruningOptions(MethodOptions):
     mass: Share = 0.5
     delta: Annotated[float, Field(ge=0)] = 0.15
     norm: Literal["rms", "l2"] = "rms"
-    epsilon: Annotated[float, Field(ge=0)] = 1e-6
+    epsilon: Annotated[float, Field(gt=0)] = 1e-6
     counts: Literal["adaptive", "fixed"] = "adaptive"
     lhep_scales: Annotated[int, Field(ge=0, le=64)] = 3
     sats_scales: Annotated[int, Field(ge=0, le=64)] = 4

@@ -37,7 +37,21 @@ def interpreted() -> bool:
     return isinstance(triton_kernel._attend, InterpretedFunction)
 
 
+def _is_finite(scale: float) -> bool:
+    """Whether it is one number that float32, the type of scores, can hold."""
+    try:
+        return math.isfinite(scale) and abs(scale) <= torch.finfo(torch.float32).max
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("key_mask", key_mask)):
+        if x is None and name == "key_mask":
+            continue
+        if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
+            found = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"entropy_attention: {name} is {found}; expected a dense torch.Tensor")
     if any(x.dim() != 4 for x in (q, k, v)):
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"entropy_attention: found {shapes}; expected q [B, H, L, D] and k, v [B, Hkv, S, D]")
@@ -48,8 +62,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | Non
             f"[{B}, Hkv, S, {D}]"
         )
     Hkv, S = k.shape[1:3]
-    if Hkv == 0 or H % Hkv:
-        raise ValueError(f"entropy_attention: {H} query heads over {Hkv} key heads; expected a multiple")
+    if H == 0 or Hkv == 0 or H % Hkv:
+        raise ValueError(f"entropy_attention: {H} query heads over {Hkv} key heads; expected a multiple, at least one")
     if S == 0:
         raise ValueError("entropy_attention: k has no keys; expected S >= 1 (leave rows out with key_mask)")
     if not 1 <= D <= MAX_WIDTH:
@@ -65,8 +79,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | Non
         )
     if len({x.device for x in (q, k, v)}) != 1:
         raise ValueError(f"entropy_attention: q is on {q.device}, k {k.device}, v {v.device}; expected one device")
-    if not math.isfinite(scale):
-        raise ValueError(f"entropy_attention: scale is {scale}; expected a finite number")
+    if not _is_finite(scale):
+        raise ValueError(f"entropy_attention: scale is {scale!r}; expected a finite number of float32")
     if key_mask is not None:
         if key_mask.dtype != torch.bool or tuple(key_mask.shape) != (B, S):
             found = f"{key_mask.dtype} {list(key_mask.shape)}"
@@ -97,7 +111,7 @@ def entropy_attention(
               A batch row whose keys are all masked has output 0 and entropy 0, and means nothing: leave it out of
               statistics with key_mask.any(-1). NaN or infinite scores give NaN.
     Precision: scores and sums are float32; float32 inputs are multiplied in true float32 (no TF32).
-    No gradient is defined.
+    No gradient is defined: what is returned does not require one.
     Raises:   ValueError for shapes, dtypes, devices or a scale that don't fit; RuntimeError if backend="triton" and
               Triton is missing, or the tensors aren't on a GPU and Triton's interpreter isn't on.
     Source:   ToProVAR eq. 2; recurrence in triton_kernel.py.
@@ -105,24 +119,26 @@ def entropy_attention(
     _check(q, k, v, scale, key_mask)
     if backend not in ("auto", "triton", "oracle"):
         raise ValueError(f'entropy_attention: backend is {backend!r}; expected "auto", "triton" or "oracle"')
+    scale = float(scale)
     if backend == "auto":
         backend = "triton" if q.is_cuda and have_triton() else "oracle"
-    if backend == "oracle":
-        from toprovar.plugins.attention.oracle import attention_with_entropy
-
-        o, entropy = attention_with_entropy(q, k, v, scale, key_mask)
-        return o, entropy.mean(1) if head_mean else entropy
-    if not have_triton():
+    if backend == "triton" and not have_triton():
         raise RuntimeError('entropy_attention: Triton is not installed; install it, or pass backend="oracle"')
-    if not q.is_cuda and not interpreted():
+    if backend == "triton" and not q.is_cuda and not interpreted():
         raise RuntimeError(
             f'entropy_attention: the tensors are on {q.device}, and Triton needs a CUDA GPU; pass backend="oracle", '
             "or set TRITON_INTERPRET=1 before Python starts"
         )
+    if q.numel() == 0:  # stock attention divides by the number of queries, and takes the process with it
+        return torch.empty_like(q), q.new_zeros((q.shape[0], q.shape[2]) if head_mean else q.shape[:3]).float()
+    if backend == "oracle":
+        from toprovar.plugins.attention.oracle import attention_with_entropy
+
+        with torch.no_grad():
+            o, entropy = attention_with_entropy(q, k, v, scale, key_mask)
+            return o, entropy.mean(1) if head_mean else entropy
     from toprovar.plugins.attention import triton_kernel
 
-    if q.numel() == 0:
-        return torch.empty_like(q), q.new_zeros((q.shape[0], q.shape[2]) if head_mean else q.shape[:3]).float()
     with torch.no_grad(), torch.cuda.device(q.device if q.is_cuda else -1):
         if scale < 0:  # the kernel takes the maximum before it multiplies
             q, scale = -q, -scale

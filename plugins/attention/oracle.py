@@ -53,6 +53,8 @@ def _by_mean_key(q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor
         zeros = torch.zeros(key_mask.shape, dtype=dtype)
         return zeros.masked_fill(~key_mask, float("-inf"))[:, None, None].expand(-1, q.shape[1], q.shape[2], -1)
 
+    # called by its own name, the kernel takes rows for packed and apart without looking
+    q, k, v = (x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous() for x in (q, k, v))
     o, _ = fused(q, k, v, attn_mask=bias(q.dtype), scale=scale)
     # in float32 whatever the inputs: a mean key rounded to bfloat16 would cost 1e-2 nats
     wide_q, wide_k = q.float(), k.float()

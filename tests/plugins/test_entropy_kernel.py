@@ -288,11 +288,45 @@ def test_nan_in_a_query_shows_in_its_row_alone():
     assert torch.isnan(entropy[0, 0]).tolist() == [False, False, True, False]
 
 
-def test_no_queries_give_empty_results():
-    q, k, v = made(1, 2, 0, 40, 64)
-    o, entropy = entropy_attention(q, k, v, 0.125, backend="triton")
-    assert o.shape == (1, 2, 0, 64)
-    assert entropy.shape == (1, 2, 0)
+@pytest.mark.parametrize("backend", ["triton", "oracle"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("B", "L"), [(1, 0), (0, 3), (0, 0)])
+def test_no_queries_give_empty_results(backend, dtype, B, L):
+    q, k, v = (x.to(dtype) for x in made(B, 2, L, 40, 64))
+    o, entropy = entropy_attention(q, k, v, 0.125, backend=backend)
+    assert o.shape == (B, 2, L, 64)
+    assert entropy.shape == (B, 2, L)
+    assert entropy.dtype == torch.float32
+    assert entropy_attention(q, k, v, 0.125, head_mean=True, backend=backend)[1].shape == (B, L)
+
+
+LAYOUTS = {
+    "last dimension strided": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "every second element": lambda x: torch.stack([x, torch.full_like(x, math.nan)], -1)[..., 0],
+    "one value repeated": lambda x: x[..., :1].expand(x.shape),
+    "one token repeated": lambda x: x[:, :, :1].expand(x.shape),
+    "time-major": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_the_oracle_reads_any_strides(layout, dtype, which):
+    inputs = [x.to(dtype) for x in made(2, 4, 17, 33, 20)]
+    inputs[which] = LAYOUTS[layout](inputs[which])
+    packed = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
+    found, expected = (entropy_attention(*x, 0.3, backend="oracle") for x in (inputs, packed))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["triton", "oracle"])
+def test_no_gradient_is_given_by_any_backend(backend):
+    q, k, v = (x.requires_grad_() for x in made(1, 2, 3, 40, 64))
+    o, entropy = entropy_attention(q, k, v, 0.125, backend=backend)
+    assert not o.requires_grad
+    assert not entropy.requires_grad
 
 
 WRONG = {
@@ -303,6 +337,16 @@ WRONG = {
     "the same": lambda q, k, v: entropy_attention(q, k.half(), v, 1.0),
     "one device": lambda q, k, v: entropy_attention(q, k.to("meta"), v, 1.0),
     "finite": lambda q, k, v: entropy_attention(q, k, v, math.nan),
+    "scale is None; expected a finite": lambda q, k, v: entropy_attention(q, k, v, None),
+    "scale is '1'; expected a finite": lambda q, k, v: entropy_attention(q, k, v, "1"),
+    "number of float32": lambda q, k, v: entropy_attention(q, k, v, 1e300),
+    "scale is 1000": lambda q, k, v: entropy_attention(q, k, v, 10**400),
+    "scale is tensor": lambda q, k, v: entropy_attention(q, k, v, torch.ones(2)),
+    "q is ndarray; expected": lambda q, k, v: entropy_attention(q.cpu().numpy(), k, v, 1.0),
+    "k is NoneType; expected": lambda q, k, v: entropy_attention(q, None, v, 1.0),
+    "v is a tensor of layout torch.sparse": lambda q, k, v: entropy_attention(q, k, v.to_sparse(), 1.0),
+    "key_mask is list; expected": lambda q, k, v: entropy_attention(q, k, v, 1.0, [[True] * 9]),
+    "0 query heads over 1 key heads": lambda q, k, v: entropy_attention(q[:, :0], k, v, 1.0, head_mean=True),
     "torch.bool": lambda q, k, v: entropy_attention(q, k, v, 1.0, torch.ones(1, 9)),
     "backend is 'cuda'": lambda q, k, v: entropy_attention(q, k, v, 1.0, backend="cuda"),
     "cut the batch": lambda q, k, v: entropy_attention(*(x.expand(1, 70000, 1, 64) for x in 3 * (q[:, :1, :1],)), 1.0),

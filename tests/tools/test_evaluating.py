@@ -7,9 +7,11 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from command_line import call, done, listing, refusal, write_model
 from evaluation_helpers import write_judged_model
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from toprovar.exporter.model import PACKAGED, load_model
 from toprovar.runtime.plan import Plan, Restore, Score, save_plan
@@ -176,8 +178,9 @@ def test_dry_run_says_what_would_be_drawn_and_writes_nothing(folder, plan, tmp_p
         (("--prompts", 529), "--prompts asks for 529; the split test has 528"),
         (("--device", "cuda"), "ONNX Runtime runs on the CPU here"),
         (("--seed", 2**63), "seeds 9223372036854775808 to"),
-        (("--calibration", "x", "--cfg", "2"), "--cfg and --tau change it"),
+        (("--calibration", ".", "--cfg", "2"), "--cfg and --tau change it"),
         (("--cfg", "two"), "'two' is not a number"),
+        (("--calibration", "absent"), "--calibration absent is no folder"),
     ],
 )
 def test_wrong_use_is_refused_before_anything_is_drawn(folder, tmp_path, options, message):
@@ -199,6 +202,71 @@ def test_files_of_another_training_are_refused(folder, tmp_path):
     shutil.copytree(folder, mixed, dirs_exist_ok=True)
     (mixed / FILE).write_bytes(b"nonsense")
     assert "is not a readable drawing classifier" in refusal("evaluate", mixed, "-o", tmp_path / "o")
+
+
+def changed(name, value):
+    def change(tensors):
+        tensors[name] = value if torch.is_tensor(value) else value(tensors[name])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (FILE, changed("concepts.bias", lambda t: t.fill_(np.nan)), "concepts.bias isn't finite"),
+        (FILE, changed("concepts.weight", torch.tensor(1.0)), "is not a readable drawing classifier"),
+        (FILE, changed("concepts.weight.row_scale", torch.ones(3)), "expected one scale per row"),
+        (FILE, changed("concepts.weight.row_scale", lambda t: t * np.inf), "concepts.weight isn't finite"),
+        (frechet.FILE, changed("count", torch.tensor([-5])), "no covariance of two or more crops"),
+        (frechet.FILE, changed("count", torch.ones(2, 2)), "holds no readable reference features"),
+        (frechet.FILE, changed("covariance", lambda t: -t), "no covariance of two or more crops"),
+        (frechet.FILE, changed("covariance", lambda t: t.index_fill(0, torch.tensor(0), 1e30)), "no covariance"),
+    ],
+)
+def test_a_damaged_judge_is_named_before_anything_is_drawn(folder, tmp_path, file, change, message):
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    tensors = load_file(damaged / file)
+    change(tensors)
+    save_file(tensors, damaged / file)
+    assert message in refusal("evaluate", damaged, "-o", tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("entries", [[1], [{}], [{"name": "x", "aspects": {}, "frechet": {}, "groups": {}}], [None]])
+def test_reference_scores_that_no_table_could_show_are_refused(folder, tmp_path, entries):
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    path = damaged / ground_truth.REFERENCE_SCORES
+    path.write_text(json.dumps({**json.loads(path.read_text()), "entries": entries}))
+    told = refusal("evaluate", damaged, "-o", tmp_path / "o")
+    assert "reference_scores.json holds no whole results" in told
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("edit", [{"prompt": 1}, {"seed": 99}, {"variant": "x"}, {"places": 2}])
+def test_a_record_that_contradicts_its_identity_is_drawn_again(folder, plan, finished, tmp_path, edit):
+    out, document, _ = finished
+    shutil.copytree(out, tmp_path / "out")
+    journal = tmp_path / "out" / "pictures.jsonl"
+    first, *others = journal.read_text().splitlines(keepends=True)
+    journal.write_text(json.dumps({**json.loads(first), **edit}) + "\n" + "".join(others))
+    options = ("--plan", plan, "--prompts", PROMPTS, "--seed", 5, "-o", tmp_path / "out", "--json", "--resume")
+    assert pictures(json.loads(done("evaluate", folder, *options).stdout)) == pictures(document)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--seed", 2**63 - 5), "seeds 9223372036854775803 to"),
+        (("--cfg", "nan"), "--cfg: nan is out of range"),
+        (("--tau", "0"), "--tau: 0 is out of range"),
+        (("--calibration", "absent"), "--calibration absent is no folder"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(folder, tmp_path, options, message):
+    assert message in refusal("evaluate", folder, *options, "--dry-run", "-o", tmp_path / "o")
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refusal("evaluate", folder, "--dry-run", "-o", tmp_path / "file")
 
 
 def test_a_model_of_another_size_is_refused(tiny, folder, tmp_path):

@@ -98,12 +98,17 @@ def classifier_from_tensors(tensors: Mapping[str, Tensor]) -> DrawingClassifier:
 
 def load_classifier(path: Path) -> DrawingClassifier:
     """Raises: ToprovarError if the file is missing or is no classifier of this form."""
+    import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        return classifier_from_tensors(load_file(path))
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        classifier = classifier_from_tensors(load_file(path))
+        for name, tensor in classifier.state_dict().items():
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"{name} isn't finite")
+        return classifier
+    except (OSError, SafetensorError, KeyError, IndexError, ValueError, RuntimeError) as error:
         raise ToprovarError(
             f"{path} is not a readable drawing classifier ({str(error).splitlines()[0]})",
             "install the package again, or train one: the stage `classifier` of toprovar.tools.train_demo.train",

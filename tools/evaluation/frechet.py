@@ -100,8 +100,8 @@ def read_reference(path: Path, width: int) -> Features:
 
     try:
         stored = load(path.read_bytes())
-        mean, covariance, count = stored["mean"], stored["covariance"], int(stored["count"][0])
-    except (OSError, SafetensorError, KeyError, IndexError, ValueError) as error:
+        mean, covariance, count = stored["mean"], stored["covariance"], int(stored["count"].reshape(1)[0])
+    except (OSError, SafetensorError, KeyError, IndexError, ValueError, TypeError) as error:
         raise ToprovarError(
             f"{path} holds no readable reference features ({str(error).splitlines()[0]})", "install the package again"
         ) from None
@@ -112,4 +112,8 @@ def read_reference(path: Path, width: int) -> Features:
         )
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
         raise ToprovarError(f"{path} holds values that are not finite", "install the package again")
+    scale = np.abs(covariance).max()
+    is_symmetric = np.allclose(covariance, covariance.T, rtol=0, atol=1e-5 * scale)  # up to rounding of fp32
+    if count < LEAST_CROPS or not is_symmetric or (covariance.diagonal() < 0).any():
+        raise ToprovarError(f"{path} holds no covariance of two or more crops", "install the package again")
     return Features(torch.from_numpy(mean).double(), torch.from_numpy(covariance).double(), count)

@@ -13,6 +13,7 @@ from toprovar.runtime.json_files import read_json
 from toprovar.tools.evaluation import classifier as judges
 from toprovar.tools.evaluation import concepts as names
 from toprovar.tools.evaluation import frechet
+from toprovar.tools.evaluation.table import check_entries
 
 if TYPE_CHECKING:
     from toprovar.tools.evaluation.classifier import DrawingClassifier
@@ -67,9 +68,10 @@ def load_ground_truth(folder: Path) -> GroundTruth:
     features = frechet.read_reference(folder / frechet.FILE, judges.FEATURES)
     references = read_json(folder / REFERENCE_SCORES)
     version = references.get("schema_version") if isinstance(references, dict) else None
-    if version != REFERENCE_SCHEMA_VERSION or not isinstance(references.get("entries"), list):
+    if version is True or version != REFERENCE_SCHEMA_VERSION or not isinstance(references.get("entries"), list):
         raise ToprovarError(
             f"{folder / REFERENCE_SCORES} has schema_version {version}; expected {REFERENCE_SCHEMA_VERSION}",
             "make it again:  python -m toprovar.tools.evaluation.reference",
         )
+    check_entries(references["entries"], folder / REFERENCE_SCORES)
     return GroundTruth(concepts, judge, hashlib.sha256(path.read_bytes()).hexdigest(), features, references)

@@ -7,12 +7,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, StrictBool, StrictStr
 
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.json_files import write_bytes
+from toprovar.runtime.json_files import parse_json, write_bytes
+from toprovar.runtime.parts import Count, Part
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,43 @@ def _line(identity: str, record: Record) -> str:
     return json.dumps(facts, allow_nan=False) + "\n"
 
 
+class _Verdict(Part):
+    """`Verdict.facts()`."""
+
+    concepts: Annotated[tuple[Count, ...], Field(min_length=1)]
+    in_top5: tuple[StrictBool, ...]
+    style: StrictStr
+    pattern: StrictStr
+    colours: tuple[StrictStr, ...]
+    arrangement: StrictStr
+    swapped: StrictBool
+    right: Annotated[dict[str, StrictBool], Field(min_length=1)]
+
+
+class _Line(Part):
+    """One line, as `_line` writes it."""
+
+    identity: StrictStr
+    prompt: Count
+    variant: StrictStr
+    seed: Count
+    steps_ms: Annotated[float, Field(gt=0, strict=True)]
+    ssim: Annotated[float, Field(ge=-1, le=1, strict=True)]
+    psnr_db: Annotated[float, Field(strict=True)]
+    verdict: _Verdict
+    places: Annotated[Count, Field(ge=1)]
+    features: StrictStr
+
+
 def _record(text: str) -> tuple[str, Record]:
-    facts = json.loads(text)
-    places = int(facts["places"])
-    features = np.frombuffer(base64.b64decode(facts["features"]), "<f4").reshape(places, -1)
-    if not isinstance(facts["verdict"]["right"], dict):
-        raise TypeError("a verdict has no answers")
-    return str(facts["identity"]), Record(
-        int(facts["prompt"]),
-        str(facts["variant"]),
-        int(facts["seed"]),
-        float(facts["steps_ms"]),
-        float(facts["ssim"]),
-        float(facts["psnr_db"]),
-        facts["verdict"],
-        features,
+    """Raises: ToprovarError or ValueError if the line is no whole record."""
+    line = _Line.model_validate(parse_json(text, "line"))
+    features = np.frombuffer(base64.b64decode(line.features, validate=True), "<f4").reshape(line.places, -1)
+    if not features.size or not np.isfinite(features).all():
+        raise ValueError("features are missing or not finite")
+    verdict = line.verdict.model_dump(mode="json")
+    return line.identity, Record(
+        line.prompt, line.variant, line.seed, line.steps_ms, line.ssim, line.psnr_db, verdict, features
     )
 
 
@@ -78,6 +102,8 @@ class Journal:
         self.path = path
         self.done: dict[str, Record] = {}
         self.damaged = 0
+        if path.is_symlink() and not path.exists():
+            raise ToprovarError(f"{path} is a symbolic link to nothing", "remove it, or choose another --out")
         if not path.exists():
             return
         if not resume:
@@ -85,12 +111,18 @@ class Journal:
                 f"{path} exists: an earlier evaluation was begun there",
                 "go on with --resume, or choose another folder with --out",
             )
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise ToprovarError(
+                f"{path} cannot be read: {error.strerror}", "choose another folder with --out, or mend it"
+            ) from None
+        lines = raw.decode("utf-8", "replace").splitlines(keepends=True)
         whole = []
         for line in lines:
             try:
                 identity, record = _record(line)
-            except (ValueError, KeyError, TypeError):  # cut off by an interruption
+            except (ValueError, ToprovarError):  # cut off by an interruption, or not ours
                 self.damaged += 1
                 continue
             self.done[identity] = record

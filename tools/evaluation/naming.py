@@ -217,7 +217,7 @@ def markdown(protocol: dict[str, Any]) -> str:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=console.Single)
 def naming(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of pictures, key, form and protocol.")],
     model: Annotated[str, typer.Option("--model", help="demo, or a folder of a trained demo model.")] = "demo",

@@ -43,7 +43,7 @@ from toprovar.tools.evaluation.concepts import read_concepts
 from toprovar.tools.evaluation.ground_truth import ground_truth_folder
 from toprovar.tools.evaluation.layouts import foreground, objects_mask
 from toprovar.tools.evaluation.prompts import BUCKETS, Prompt, prompts_digest, prompts_of
-from toprovar.tools.evaluation.table import read_results, show
+from toprovar.tools.evaluation.table import read_results, show, whole
 
 if TYPE_CHECKING:
     from toprovar.exporter.schedules import Schedule
@@ -255,7 +255,7 @@ def markdown(document: dict[str, Any]) -> str:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=console.Single)
 def pruning_signals(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
     model: Annotated[str, typer.Option("--model", help="demo, or a folder of a trained demo model.")] = "demo",
@@ -277,7 +277,7 @@ def pruning_signals(
     def work() -> None:
         if table is not None:
             document = read_results(table, ("scales", "bits_nats"), "this command")
-            show(table, into, "pruning signals", markdown(document))
+            show(table, into, "pruning signals", whole(markdown, document, path=table))
             return
         if out is None:
             raise ToprovarError("--out is needed", "name the file to write: --out docs/data/demo_pruning_signals.json")

@@ -120,7 +120,7 @@ def write_reference_files(
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=console.Single)
 def reference(
     data: Annotated[Path, typer.Option("--data", help="Folder that train_demo.prepare wrote.")],
     out: Annotated[

@@ -6,7 +6,7 @@ python -m toprovar.tools.evaluation.table docs/data/demo_evaluation.json [--into
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,6 +109,22 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def whole(make: Callable[..., str], *arguments: Any, path: Path) -> str:
+    """A text made from a file's results. Raises: ToprovarError if something that it shows is not there."""
+    try:
+        return make(*arguments)
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        raise ToprovarError(
+            f"{path} holds no whole results ({type(error).__name__}: {error})", "make the file again, or restore it"
+        ) from None
+
+
+def check_entries(entries: Sequence[Any], path: Path) -> None:
+    """Raises: ToprovarError unless each could be a row of the tables."""
+    for made in (_scores_table, _groups_table):
+        whole(made, entries, path=path)
+
+
 def read_results(path: Path, keys: Sequence[str], what: str) -> Any:
     """A result file. Raises: ToprovarError if it is none of this version, which has `keys`."""
     document = read_json(path)
@@ -151,7 +167,7 @@ def show(results: Path, into: Path | None, name: str, content: str) -> None:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=console.Single)
 def table(
     results: Annotated[Path, typer.Argument(help="JSON file that `toprovar evaluate` wrote.")],
     into: Annotated[Path | None, typer.Option("--into", help="Page whose generated block is replaced.")] = None,
@@ -161,7 +177,7 @@ def table(
 
     def work() -> None:
         document = read_results(results, ("variants", "references", "prompts"), "toprovar evaluate")
-        show(results, into, "evaluation", markdown(document))
+        show(results, into, "evaluation", whole(markdown, document, path=results))
 
     code = console.run_command(work, verbose)
     if code:

@@ -274,7 +274,7 @@ def run_tuning(
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=console.Single)
 def tuning(
     out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write; candidates in it are kept.")],
     model: Annotated[str, typer.Option("--model", help="demo, or a folder of a trained demo model.")] = "demo",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import random
 import re
 import shutil
@@ -29,7 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toprovar.runtime.errors import EXIT_ENVIRONMENT, ToprovarError
+from toprovar.runtime.errors import EXIT_ENVIRONMENT, EXIT_INTERRUPTED, ToprovarError
+from toprovar.runtime.json_files import check_folder
 
 if TYPE_CHECKING:
     from toprovar.exporter.infinity.config import InfinityConfig
@@ -48,6 +50,7 @@ ALL_SHARES = {
 }
 STAGE_TAIL_S = 35.0  # kept back of a deadline for metrics, sheets and files
 FINISH_S = 60.0
+LARGEST_SEED = 2**32  # steps and processes add to it, and generators take 64 bits
 _STAGE = re.compile(r"([a-z-]+)(?:=(rest|\d+(?:\.\d+)?))?(?:@([\d.]+):([\d.]+))?")
 
 
@@ -395,6 +398,25 @@ def train(options: argparse.Namespace) -> None:
     )
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Raises: ToprovarError for the first value that no training could have, or a folder that takes no files."""
+    for name, least in (("pool", 1), ("concepts", 1), ("max_steps", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ToprovarError(f"--{name.replace('_', '-')} is {value}; expected {least} or more", "see --help")
+    for name in ("minutes", "deadline"):
+        value = getattr(options, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ToprovarError(f"--{name} is {value}; expected a finite number above 0", "see --help")
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", options.device):
+        raise ToprovarError(f"unknown device {options.device}", "pass --device cuda, or --device cpu")
+    if not 0 <= options.seed <= LARGEST_SEED:
+        raise ToprovarError(f"--seed is {options.seed}; expected 0 to {LARGEST_SEED}", "see --help")
+    for folder in (options.work_dir, options.out):
+        if folder is not None:
+            check_folder(folder)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m toprovar.tools.train_demo.train",
@@ -423,9 +445,10 @@ def main(arguments: list[str] | None = None) -> int:
             options.work_dir = options.out / "work"
         if options.deadline is None:
             options.deadline = options.minutes * 60 if options.stages == ["all"] else 1e9
+        check_options(options)
         import torch
 
-        if options.device == "cuda" and not torch.cuda.is_available():
+        if options.device.startswith("cuda") and not torch.cuda.is_available():
             print(
                 "error: no CUDA device here\n  hint: rehearse on the CPU: --device cpu --no-compile --rehearsal",
                 file=sys.stderr,
@@ -435,6 +458,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ToprovarError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last saved state", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -1,10 +1,16 @@
+import base64
+import json
+
 import numpy as np
 import pytest
 
 from toprovar.runtime.errors import ToprovarError
 from toprovar.tools.evaluation.journal import Journal, Record
 
-VERDICT = {"concepts": [3], "in_top5": [True], "right": {"concept": False, "count": True}}
+VERDICT = {
+    "concepts": [3], "in_top5": [True], "style": "flat", "pattern": "plain", "colours": ["white"],
+    "arrangement": "single", "swapped": False, "right": {"concept": False, "count": True},
+}  # fmt: skip
 
 
 def record(prompt=0):
@@ -43,6 +49,66 @@ def test_a_line_cut_off_by_an_interruption_is_dropped_and_the_file_goes_on(tmp_p
     again = Journal(path, resume=True)
     assert set(again.done) == {"id0", "id1", "id2"}
     assert again.damaged == 0
+
+
+def features(values):
+    return base64.b64encode(np.array(values, "<f4").tobytes()).decode()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"identity": [1]},
+        {"prompt": -1},
+        {"prompt": True},
+        {"seed": 1.5},
+        {"ssim": "0.5"},
+        {"ssim": 7},
+        {"steps_ms": 0},
+        {"steps_ms": True},
+        {"verdict": []},
+        {"verdict": {"right": {"concept": True}}},
+        {"verdict": {**VERDICT, "right": {}}},
+        {"verdict": {**VERDICT, "right": {"concept": "yes"}}},
+        {"verdict": {**VERDICT, "swapped": None}},
+        {"features": ""},
+        {"features": "AAAA"},
+        {"features": features([1, 2, float("nan"), 4])},
+        {"places": 3},
+        {"places": 0},
+        {"surprise": 1},
+    ],
+)
+def test_a_line_that_is_no_whole_record_is_dropped(tmp_path, edit):
+    path = tmp_path / "pictures.jsonl"
+    first, second = written(path, 2).splitlines(keepends=True)
+    path.write_text(json.dumps({**json.loads(first), **edit}) + "\n" + second.decode())
+    journal = Journal(path, resume=True)
+    assert (list(journal.done), journal.damaged) == (["id1"], 1)
+    assert path.read_bytes() == second
+
+
+@pytest.mark.parametrize(
+    "line", [b"null", b"[]", b"7", b"[" * 100_000, b"\xff\xfe\x00", b'{"seed": 1e999}', b'{"ssim": NaN}', b""]
+)
+def test_a_foreign_line_is_dropped(tmp_path, line):
+    path = tmp_path / "pictures.jsonl"
+    whole = written(path, 1)
+    path.write_bytes(line + b"\n" + whole)
+    journal = Journal(path, resume=True)
+    assert (list(journal.done), journal.damaged) == (["id0"], 1)
+    assert path.read_bytes() == whole
+
+
+def test_a_journal_that_is_no_file_is_named(tmp_path):
+    path = tmp_path / "pictures.jsonl"
+    path.mkdir()
+    with pytest.raises(ToprovarError, match=r"pictures.jsonl cannot be read: Is a directory"):
+        Journal(path, resume=True)
+    path.rmdir()
+    path.symlink_to(tmp_path / "nowhere" / "x")
+    with pytest.raises(ToprovarError, match="symbolic link to nothing"):
+        Journal(path, resume=True)
 
 
 def test_an_earlier_journal_is_not_mixed_in_unasked(tmp_path):
