@@ -8,28 +8,23 @@ from __future__ import annotations
 import numpy as np
 
 
-def low_entropy_ratio(entropy_nats: np.ndarray) -> float:
-    """rho: share of tokens whose entropy is below the scale's mean.
+def singular_values(entropy_map: np.ndarray) -> tuple[float, float]:
+    """sigma_1 and sigma_2 of an h x w entropy map, from the eigenvalues of its smaller Gram matrix.
 
-    entropy_nats: [N] >= 0.
-    Returns:      in [0, 1); 0 for a single token.
-    Raises:       ValueError if a value is NaN or the map is empty.
-    """
-    if entropy_nats.size == 0 or np.isnan(entropy_nats).any():
-        raise ValueError("entropy map is empty or holds NaN")
-    wide = entropy_nats.astype(np.float64)
-    return float((wide < wide.mean()).mean())
-
-
-def singular_ratio(entropy_map: np.ndarray) -> float:
-    """sigma_1 / sigma_2 of an h x w entropy map, from the eigenvalues of its smaller Gram matrix.
-
-    entropy_map: [h, w], both at least 2.
-    Returns:     at least 1; a rank-one map gives the largest ratio float32 can tell, 1e6.
+    entropy_map: [h, w], both at least 2, not centred.
     """
     wide = entropy_map.astype(np.float64)
     gram = wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
     largest, second = np.sqrt(np.maximum(np.linalg.eigvalsh(gram)[::-1][:2], 0.0))
+    return float(largest), float(second)
+
+
+def singular_ratio(entropy_map: np.ndarray) -> float:
+    """sigma_1 / sigma_2 of an h x w entropy map.
+
+    Returns: at least 1; a rank-one map gives the largest ratio float32 can tell, 1e6.
+    """
+    largest, second = singular_values(entropy_map)
     return float(min(largest / max(second, largest * 1e-6, 1e-300), 1e6)) if largest > 0 else 1.0
 
 

@@ -28,6 +28,7 @@ from toprovar.calibrate.figures import (
     scale_ticks,
     svg_from_figure,
 )
+from toprovar.calibrate.methods import METHODS
 from toprovar.plugins.token_gate.reference import lowest_scores
 from toprovar.runtime.json_files import write_bytes
 from toprovar.runtime.plan import Plan
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from toprovar.calibrate.statistics import Statistics
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-METHOD_NAMES = {"toprovar": "ToProVAR", "dense": "Dense"}
 SCALE_AXIS = "scale (0-based)"
 LAYER_AXIS = "layer (0-based)"
 PRINTED_COUNTS = 12  # up to this many layers cells show token counts; beyond, whole percent
@@ -69,7 +69,7 @@ def report_page(
     return page_from_template(
         TEMPLATE,
         {
-            "method": METHOD_NAMES.get(plan.method, plan.method),
+            "method": METHODS[plan.method].title if plan.method in METHODS else plan.method,
             "model": facts.get("model", backbone.family),
             "shape": f"{backbone.layers} layers, width {backbone.width}, {plan.scales} scales",
             "plan": plan,
@@ -297,7 +297,11 @@ def shown_prompts(stats: Statistics, plan: Plan) -> list[ShownPrompt]:
             height, width = plan.schedule[k]
             maps = found[f"entropy_{k}"]  # [L, h, w]
             gated = typical_gate(plan, k)
-            if gated is None:
+            if gated is not None and plan.score.kind != "entropy":  # ranked by what the report holds no map of
+                count = plan.counts(k)[gated]
+                entropy, source, mask = maps.mean(0), "mean over layers", ""
+                note = f"{count} of {height * width} tokens by {plan.score.kind.replace('_', ' ')}"
+            elif gated is None:
                 entropy, source = maps.mean(0), "mean over layers"
                 mask, note = "", _why_no_gate(plan, k)
             else:

@@ -1,6 +1,7 @@
-"""One dense run per prompt, reduced to a handful of numbers: memory does not grow with the number of prompts.
+"""One dense run per prompt, reduced to small arrays: memory does not grow with the number of prompts.
 
-Every prompt leaves one small file, so an interrupted calibration goes on where it stopped.
+Every prompt leaves one small file, and one more for the runs that only some methods need, so that an interrupted
+calibration goes on where it stopped. What a run is reduced to: prompt_run.py.
 """
 
 from __future__ import annotations
@@ -11,46 +12,56 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toprovar.calibrate.measures import low_entropy_ratio, singular_ratio, ssim
-from toprovar.exporter.prompts import encode_prompt
+from toprovar.calibrate.prompt_run import guard_scale, measure_conditional, measure_prompt
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.json_files import read_text, write_bytes, write_json
-from toprovar.runtime.noise import uniform_noise
-from toprovar.runtime.pipeline import picture_from_image
 
 if TYPE_CHECKING:
     from toprovar.exporter.model import Model
 
-STATS_SCHEMA_VERSION = 1
-REPRESENTATIVE_SCALE = 5  # s = 6 counted from 1, where ToProVAR reads the layer score (section 5.3)
+STATS_SCHEMA_VERSION = 2
 MAX_PROMPTS_BYTES = 64 * 2**20
 SHOWN_PROMPTS = 4  # prompts whose entropy maps and pictures are kept for the report
 # what reading a damaged .npz file raises
 DAMAGE = (
     OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, MemoryError,
 )  # fmt: skip
-FIELDS = ("rho", "mean_entropy", "singular_ratio", "truncated_ssim")
+FIELDS = (
+    "rho", "mean_entropy", "singular_values", "singular_ratio", "truncated_ssim", "change", "energy_tokens",
+    "frequency", "guidance_gap",
+)  # fmt: skip
+# further runs of a prompt, by what they measure; a method names those it needs
+FURTHER: dict[str, Callable[..., dict[str, np.ndarray]]] = {"conditional_ssim": measure_conditional}
 
 
 @dataclass
 class Statistics:
-    """What calibration knows; P prompts, K scales, L layers.
+    """What calibration knows; P prompts, K scales, L layers. All of the conditional row.
 
-    rho:            [P, K] share of low-entropy tokens, entropy averaged over layers
-    mean_entropy:   [P, K, L] nats
-    singular_ratio: [P, L] sigma1/sigma2 of the entropy map at the representative scale
-    truncated_ssim: [P, K] SSIM of the picture after scale k to the full one; NaN before the guard scale
-    prompts, seeds: what was run
-    shown:          of the first prompts, {"entropy_k": [L, h, w] nats, "picture_k": [H, W, 3] uint8 from the guard on}
+    rho:             [P, K] share of low-entropy tokens, entropy averaged over heads and layers
+    mean_entropy:    [P, K, L] nats, mean over heads and tokens
+    singular_values: [P, L, 2] sigma1 and sigma2 of the entropy map at the representative scale, from its Gram matrix
+    singular_ratio:  [P, L] sigma1/sigma2
+    truncated_ssim:  [P, K] SSIM of the picture after scale k to the full one; NaN before the guard scale
+    change:          [P, K, L] mean absolute change of the hidden state in a layer
+    energy_tokens:   [P, K, S] tokens of scale k that hold each of ENERGY_SHARES of the code energy of scale k - 1; NaN
+                     at scale 0
+    frequency:       [P, K, 2] SkipVAR's HF_Diff and HF_Ratio after scale k; NaN before the feature scale
+    guidance_gap:    [P, K] RMS of conditional minus unconditional logits before temperature; NaN without guidance
+    conditional_ssim: [P, K] SSIM to the full picture where guidance stops at scale k; NaN where it was not run
+    prompts, seeds:  what was run
+    shown:           of the first prompts, {"entropy_k": [L, h, w] nats, "picture_k": [H, W, 3] uint8 from the guard on}
+
+    A field is None where it was not measured.
     """
 
     schedule: Schedule
@@ -62,6 +73,19 @@ class Statistics:
     truncated_ssim: np.ndarray
     shown: list[dict[str, np.ndarray]]
     digest: str
+    singular_values: np.ndarray | None = None
+    change: np.ndarray | None = None
+    energy_tokens: np.ndarray | None = None
+    frequency: np.ndarray | None = None
+    guidance_gap: np.ndarray | None = None
+    conditional_ssim: np.ndarray | None = None
+
+    def measured(self, name: str) -> np.ndarray:
+        """A field that a method cannot do without. Raises: ToprovarError if it was not measured."""
+        found = getattr(self, name)
+        if found is None:
+            raise ToprovarError(f"the statistics hold no {name}", "measure again:  toprovar calibrate --no-resume")
+        return np.asarray(found)
 
     @property
     def layers(self) -> int:
@@ -71,12 +95,6 @@ class Statistics:
     def guard_scale(self) -> int:
         """Below this scale structure is still forming: no pruning, no statistics that decide."""
         return guard_scale(self.schedule)
-
-
-def guard_scale(schedule: Schedule) -> int:
-    """First scale whose longer side is at least 3/8 of the last one's: 24x24 of 64x64, 12x12 of 32x32."""
-    last = max(schedule[-1])
-    return next(k for k, size in enumerate(schedule) if max(size) * 8 >= last * 3)
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -98,58 +116,6 @@ def prompts_digest(prompts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(prompts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def measure_prompt(
-    model: Model, schedule: Schedule, guidance: Guidance, prompt: str, seed: int, keep_maps: bool
-) -> dict[str, np.ndarray]:
-    """One dense run of one prompt. Returns: the fields of `Statistics` for it, and its maps and pictures if asked
-    for."""
-    import torch
-
-    from toprovar.exporter.infinity.generate import generate
-
-    if model.tokenizer is None:
-        raise ToprovarError("calibration needs the tokenizer, to judge pictures", "pass --tokenizer")
-    tokenizer = model.tokenizer
-    config = model.config
-    pictures: dict[int, np.ndarray] = {}
-    guard = guard_scale(schedule)
-
-    def decode(scale: int, codes: torch.Tensor) -> None:
-        if scale >= guard:
-            pictures[scale] = picture_from_image(tokenizer.decode(codes)[0].numpy())
-
-    run = generate(
-        model.transformer,
-        encode_prompt(model, prompt, guidance),
-        schedule,
-        guidance,
-        lambda scale, tokens: torch.from_numpy(uniform_noise(seed, scale, tokens, config.bits))[None],
-        entropy_layers=range(config.depth),
-        on_scale=decode,
-    )
-    scales, layers = len(schedule), config.depth
-    found: dict[str, np.ndarray] = {
-        "rho": np.empty(scales),
-        "mean_entropy": np.empty((scales, layers)),
-        "singular_ratio": np.empty(layers),
-        "truncated_ssim": np.full(scales, np.nan),
-    }
-    representative = min(REPRESENTATIVE_SCALE, scales - 1)
-    for k, picture in pictures.items():
-        found["truncated_ssim"][k] = ssim(picture, pictures[scales - 1])
-    for k, (height, width) in enumerate(schedule):
-        maps = np.stack([run.entropy[k, layer][0].numpy() for layer in range(layers)])  # [L, N], conditional row
-        found["rho"][k] = low_entropy_ratio(maps.mean(0))
-        found["mean_entropy"][k] = maps.mean(1)
-        if k == representative:
-            found["singular_ratio"][:] = [singular_ratio(m.reshape(height, width)) for m in maps]
-        if keep_maps:
-            found[f"entropy_{k}"] = maps.reshape(layers, height, width).astype(np.float32)
-            if k in pictures:
-                found[f"picture_{k}"] = pictures[k]
-    return found
-
-
 def collect_statistics(
     model: Model,
     schedule: Schedule,
@@ -158,26 +124,44 @@ def collect_statistics(
     seed: int,
     folder: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    further: Collection[str] = (),
+    resume: bool = True,
 ) -> Statistics:
     """Runs every prompt that has no file in `folder` yet, and gathers all.
 
-    seed: of the first prompt; prompt i runs with seed + i.
+    seed:    of the first prompt; prompt i runs with seed + i
+    further: names of FURTHER that are measured too
+    resume:  False measures every prompt again
     """
     key = _key(model, schedule, guidance)
-    results = []
-    paths = [folder / f"prompt_{i:04d}.npz" for i in range(len(prompts))]
-    for i, (prompt, path) in enumerate(zip(prompts, paths, strict=True)):
-        identity = hashlib.sha256(json.dumps([key, prompt, seed + i]).encode()).hexdigest()
-        found = _read_prompt_file(path, identity)
-        if found is None:
-            found = measure_prompt(model, schedule, guidance, prompt, seed + i, i < SHOWN_PROMPTS)
-            buffer = io.BytesIO()
-            np.savez_compressed(buffer, identity=np.frombuffer(bytes.fromhex(identity), np.uint8), **found)  # type: ignore[arg-type]
-            write_bytes(path, buffer.getvalue())
+    results, digests = [], {}
+    for i, prompt in enumerate(prompts):
+        found: dict[str, np.ndarray] = {}
+        measures: dict[str, Callable[[], dict[str, np.ndarray]]] = {
+            "": lambda p=prompt, i=i: measure_prompt(  # type: ignore[misc]
+                model, schedule, guidance, p, seed + i, i < SHOWN_PROMPTS
+            )
+        }
+        for name in sorted(further):
+            measures[f"_{name}"] = lambda p=prompt, i=i, name=name: FURTHER[name](  # type: ignore[misc]
+                model, schedule, guidance, p, seed + i
+            )
+        for name, measure in measures.items():
+            path = folder / f"prompt_{i:04d}{name}.npz"
+            identity = hashlib.sha256(
+                json.dumps([STATS_SCHEMA_VERSION, key, prompt, seed + i, name]).encode()
+            ).hexdigest()
+            part = _read_prompt_file(path, identity) if resume else None
+            if part is None:
+                part = measure()
+                buffer = io.BytesIO()
+                np.savez_compressed(buffer, identity=np.frombuffer(bytes.fromhex(identity), np.uint8), **part)  # type: ignore[arg-type]
+                write_bytes(path, buffer.getvalue())
+            found |= part
+            digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
         results.append(found)
         on_progress(i + 1, len(prompts))
     # files of prompts beyond these stay, for a run with more of them; the index names those in use
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     facts = {
         "schema_version": STATS_SCHEMA_VERSION,
         "model": key,
@@ -186,14 +170,15 @@ def collect_statistics(
         "files": digests,
     }
     write_json(folder / "index.json", facts)
-    shown = [{name: array for name, array in found.items() if name not in FIELDS} for found in results[:SHOWN_PROMPTS]]
+    fields = (*FIELDS, *sorted(further))
+    shown = [{name: array for name, array in found.items() if name not in fields} for found in results[:SHOWN_PROMPTS]]
     return Statistics(
         schedule=schedule,
         prompts=list(prompts),
         seeds=[seed + i for i in range(len(prompts))],
         shown=shown,
         digest=hashlib.sha256(json.dumps(digests).encode()).hexdigest(),
-        **{name: np.stack([found[name] for found in results]) for name in FIELDS},
+        **{name: np.stack([found[name] for found in results]) for name in fields},
     )
 
 

@@ -6,7 +6,8 @@ An interrupted export leaves no half bundle (output_folder.py). The same inputs 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,10 @@ import numpy as np
 
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.output_folder import replacing
+from toprovar.exporter.routes import Route, routes
 from toprovar.exporter.weights_file import WEIGHTS_FILE, WeightsLayout, WeightSpec, layout_weights, write_weights
 from toprovar.runtime.bundle import sha256_of
+from toprovar.runtime.decisions import SkipvarDecision
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.json_files import write_json
@@ -109,7 +112,7 @@ class BundleGraphs:
     def prompt(self) -> GraphBuilder:
         from toprovar.exporter.infinity.graphs import prompt_graph
 
-        return prompt_graph(self.model.config, self.layout, self.options)
+        return prompt_graph(self.model.config, self.layout, replace(self.options, images=1))
 
     def decoder(self) -> GraphBuilder | None:
         from toprovar.exporter.infinity.graphs import decoder_graph
@@ -117,7 +120,7 @@ class BundleGraphs:
         if self.model.tokenizer is None:
             return None
         _, height, width = self.code_shape
-        return decoder_graph(self.model.tokenizer.config, (height, width), self.layout, self.options.images)
+        return decoder_graph(self.model.tokenizer.config, (height, width), self.layout)
 
     def text_encoder(self) -> GraphBuilder | None:
         from toprovar.exporter.demo.graph import text_encoder_graph
@@ -132,43 +135,59 @@ class BundleGraphs:
         height, width = self.plan.schedule[-1]
         return config.code_channels, height * config.patch, width * config.patch
 
-    def variants(self) -> dict[str, list[tuple[str, Plan, int]]]:
-        """Per variant: (file name, plan, scale); planned steps that equal the dense ones share their file."""
-        dense = [(f"step_{k:02d}.onnx", self.dense, k) for k in self.dense.run_scales]
-        variants = {"dense": dense}
-        if self.plan.method != "dense":
-            variants["planned"] = [
-                dense[k] if self._same_as_dense(k) else (f"step_{k:02d}_planned.onnx", self.plan, k)
-                for k in self.plan.run_scales
-            ]
-        return variants
+    def small_decoder(self) -> GraphBuilder | None:
+        """Codes to the small picture that a skipvar decision looks at."""
+        from toprovar.exporter.infinity.graphs import decoder_graph
 
-    def _same_as_dense(self, scale: int) -> bool:
-        plan = self.plan
-        return (
-            plan.counts(scale) == self.dense.counts(scale)
-            and plan.cached_tokens(scale) == self.dense.cached_tokens(scale)
-            and not plan.source_layers(scale)
-            and not plan.residual_layers(scale)
-            and scale != plan.run_scales[-1]
-        ) or (plan.skip_scales == () and not plan.keep)
+        decision = self.plan.decision(SkipvarDecision)
+        if decision is None:
+            return None
+        if self.model.tokenizer is None:
+            raise ToprovarError("the plan decides by small pictures; the model has no tokenizer", "pass --tokenizer")
+        patch = self.model.config.patch
+        height, width = self.plan.schedule[decision.feature_scale]
+        _, *full = self.code_shape
+        return decoder_graph(
+            self.model.tokenizer.config, (full[0], full[1]), self.layout, 1, (height * patch, width * patch)
+        )
 
-    def step(self, plan: Plan, scale: int) -> GraphBuilder:
-        from toprovar.exporter.infinity.graphs import step_graph
+    def variants(self) -> dict[str, list[tuple[str, Route, int]]]:
+        """Per variant: (file name, route, images); steps that are equal share their file."""
+        guided = self.options.rows == 2
+        files: dict[tuple[object, ...], str] = {}
+        taken: set[str] = set()
+        found = {}
+        plans = {"dense": self.dense} | ({"planned": self.plan} if self.plan.method != "dense" else {})
+        sizes = sorted({1, self.options.images})
+        for name, plan in plans.items():
+            steps = []
+            for route in routes(plan, guided):
+                for images in sizes:
+                    key = (images, *route.key(self.options.gate_whole_layers))
+                    if key not in files:
+                        start = f"step_{route.scale:02d}" + ("_planned" if name == "planned" else "")
+                        start += f"_of_{images}" if images > 1 else ""
+                        number = next(n for n in count(1) if _numbered(start, n) not in taken)
+                        files[key] = _numbered(start, number)
+                        taken.add(files[key])
+                    steps.append((files[key], route, images))
+            found[name] = steps
+        return found
 
-        return step_graph(self.model.config, plan, scale, self.layout, self.options)
+    def step(self, route: Route, images: int = 1) -> GraphBuilder:
+        from toprovar.exporter.infinity.step import step_graph
 
-    def gates(self, plan: Plan, scale: int) -> dict[int, str]:
+        return step_graph(self.model.config, route, self.layout, replace(self.options, images=images))
+
+    def gates(self, route: Route) -> dict[int, str]:
         """{layer: output with its kept positions}."""
-        from toprovar.exporter.infinity.graphs import gate_name
+        from toprovar.exporter.infinity.step import gate_outputs
 
-        sources = plan.score.source_layer.get(scale, {})
-        tokens, counts = plan.tokens(scale), plan.counts(scale)
-        return {
-            layer: gate_name(source, counts[layer])
-            for layer, source in sources.items()
-            if 0 < counts[layer] < tokens or (counts[layer] == tokens and self.options.gate_whole_layers)
-        }
+        return gate_outputs(route, self.options.gate_whole_layers)
+
+
+def _numbered(start: str, number: int) -> str:
+    return f"{start}.onnx" if number == 1 else f"{start}_{number}.onnx"
 
 
 def export_bundle(
@@ -203,7 +222,7 @@ def _write(
 ) -> Manifest:
     model, plan, options = graphs.model, graphs.plan, graphs.options
     variants = graphs.variants()
-    unique = {file: (step_plan, scale) for steps in variants.values() for file, step_plan, scale in steps}
+    unique = {file: (route, images) for steps in variants.values() for file, route, images in steps}
     total = len(unique) + 4
     done = 0
 
@@ -234,8 +253,10 @@ def _write(
             graph=save(text_builder, "text_encoder.onnx"),
             max_tokens=options.text_tokens,
         )
-    for file, (step_plan, scale) in unique.items():
-        save(graphs.step(step_plan, scale), file)
+    small_builder = graphs.small_decoder()
+    small_decoder = save(small_builder, "small_decoder.onnx") if small_builder else None
+    for file, (route, images) in unique.items():
+        save(graphs.step(route, images), file)
     if plan.method != "dense":
         save_plan(plan, folder / PLAN_FILE)
     manifest = Manifest(
@@ -255,16 +276,22 @@ def _write(
         ),
         prompt=prompt,
         decoder=decoder,
+        small_decoder=small_decoder,
+        decisions=plan.decisions,
         variants={
             name: tuple(
                 Step(
-                    scale=scale,
-                    tokens=step_plan.tokens(scale),
-                    counts=step_plan.counts(scale),
-                    gates=graphs.gates(step_plan, scale),
+                    scale=route.scale,
+                    tokens=route.plan.tokens(route.scale),
+                    counts=route.counts,
+                    past=route.past,
+                    path=route.path,
+                    guided=route.guided,
+                    images=images,
+                    gates=graphs.gates(route),
                     graph=signatures[file],
                 )
-                for file, step_plan, scale in steps
+                for file, route, images in steps
             )
             for name, steps in variants.items()
         },
@@ -296,9 +323,10 @@ def export_graphs(
             "decoder.onnx": graphs.decoder,
             "text_encoder.onnx": graphs.text_encoder,
         }
+        builders["small_decoder.onnx"] = graphs.small_decoder
         for steps in graphs.variants().values():
-            for file, plan, scale in steps:
-                builders[file] = lambda p=plan, k=scale: graphs.step(p, k)  # type: ignore[misc]
+            for file, route, images in steps:
+                builders[file] = lambda route=route, images=images: graphs.step(route, images)  # type: ignore[misc]
         signatures = {}
         for done, (file, build) in enumerate(builders.items()):
             builder = build()
@@ -322,15 +350,15 @@ def bill(graphs: BundleGraphs) -> Bill:
     import onnx_ir as ir
 
     variants = graphs.variants()
-    unique = {file: (plan, scale) for steps in variants.values() for file, plan, scale in steps}
-    builders = [graphs.prompt(), graphs.decoder(), graphs.text_encoder()]
+    unique = {file: (route, images) for steps in variants.values() for file, route, images in steps}
+    builders = [graphs.prompt(), graphs.decoder(), graphs.text_encoder(), graphs.small_decoder()]
     sizes = [ir.serde.serialize_model(b.model()).ByteSize() for b in builders if b is not None]
-    for plan, scale in unique.values():
-        sizes.append(ir.serde.serialize_model(graphs.step(plan, scale).model()).ByteSize())
+    for route, images in unique.values():
+        sizes.append(ir.serde.serialize_model(graphs.step(route, images).model()).ByteSize())
     item = 4 if graphs.options.compute == "fp32" else 2
     row = graphs.options.rows * graphs.model.config.width * item * 2
     last = graphs.dense.run_scales[-1]
-    cache_bytes = sum(graphs.dense.cached_tokens(last)) * row
+    cache_bytes = sum(graphs.dense.cached_tokens(last)) * row * graphs.options.images
     scales = []
     for k in range(graphs.plan.scales):
         counts = graphs.plan.counts(k)

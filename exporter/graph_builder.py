@@ -58,14 +58,18 @@ class GraphBuilder:
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._initializers: dict[str, ir.Value] = {}
+        self._facts: dict[str, TensorFacts] = {}
         self._count = 0
         self._custom_kinds: set[str] = set()
 
     # -- values ----------------------------------------------------------------------------------------------------
 
-    def input(self, name: str, shape: Sequence[int], dtype: str = "F32") -> ir.Value:
-        value = ir.Value(name=name, type=ir.TensorType(DTYPES[dtype]), shape=ir.Shape(shape))
+    def input(self, name: str, shape: Sequence[int], dtype: str = "F32", is_open: bool = False) -> ir.Value:
+        """is_open: the first axis may be anything up to shape[0]."""
+        extents: list[int | str] = [f"{name}_length", *shape[1:]] if is_open else [*shape]
+        value = ir.Value(name=name, type=ir.TensorType(DTYPES[dtype]), shape=ir.Shape(extents))
         self._inputs.append(value)
+        self._facts[name] = TensorFacts.model_validate({"dtype": dtype, "shape": shape, "is_open": is_open})
         return value
 
     def output(self, value: ir.Value, name: str, shape: Sequence[int], dtype: str = "F32") -> None:
@@ -74,6 +78,7 @@ class GraphBuilder:
         named.type = ir.TensorType(DTYPES[dtype])
         named.shape = ir.Shape(shape)
         self._outputs.append(named)
+        self._facts[name] = TensorFacts.model_validate({"dtype": dtype, "shape": shape})
 
     def weight(self, name: str, rows: tuple[int, int] | None = None) -> ir.Value:
         """A tensor of the weights file, or a contiguous range of its rows."""
@@ -114,6 +119,10 @@ class GraphBuilder:
                 name=key, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor
             )
         return self._initializers[key]
+
+    def full(self, value: np.generic, shape: Sequence[int]) -> ir.Value:
+        """A tensor of one value, made when the graph runs, so that it takes no room in the file."""
+        return self.Expand(self.constant(np.asarray(value)[None], value.dtype), list(shape))
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -189,12 +198,7 @@ class GraphBuilder:
     def signature(self, side: str) -> dict[str, TensorFacts]:
         """Names, types and shapes of the graph's "inputs" or "outputs", for the manifest."""
         values = self._inputs if side == "inputs" else self._outputs
-        return {
-            str(value.name): TensorFacts.model_validate(
-                {"dtype": DTYPE_NAMES[value.dtype], "shape": value.shape.numpy()}
-            )
-            for value in values
-        }
+        return {str(value.name): self._facts[str(value.name)] for value in values}
 
     def save(self, path: Path) -> None:
         ir.save(self.model(), path)

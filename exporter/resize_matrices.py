@@ -42,3 +42,20 @@ def resize_pair(kind: str, old: tuple[int, int], new: tuple[int, int]) -> tuple[
         None if old[0] == new[0] else matrix(old[0], new[0]),
         None if old[1] == new[1] else matrix(old[1], new[1]),
     )
+
+
+def smoothing_matrix(size: int, own_count: bool) -> np.ndarray:
+    """[size, size] float32; mean of each entry and its neighbours.
+
+    own_count: divides by the neighbours that exist; else by three, as if zeros lay beyond the border.
+    """
+    matrix = np.zeros((size, size))
+    for i in range(size):
+        matrix[i, max(i - 1, 0) : i + 2] = 1
+    return (matrix / (matrix.sum(1, keepdims=True) if own_count else 3)).astype(np.float32)
+
+
+def nearest_index(old: int, new: int) -> list[int]:
+    """For each of `new` positions the one of `old` it copies, as PyTorch's nearest interpolation."""
+    scale = np.float32(old) / np.float32(new)
+    return [min(int(np.floor(np.float32(i) * scale)), old - 1) for i in range(new)]

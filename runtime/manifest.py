@@ -11,10 +11,12 @@ from math import prod
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from toprovar.runtime.decisions import Decision
 from toprovar.runtime.guidance import Guidance
-from toprovar.runtime.plan import Backbone, Side
+from toprovar.runtime.parts import Part, Side
+from toprovar.runtime.plan import Backbone
 
 MANIFEST_FILE = "manifest.json"
 MAX_TENSOR_BYTES = 2**40
@@ -35,18 +37,17 @@ def check_file_name(name: str) -> str:
     return name
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class FileFacts(_Part):
+class FileFacts(Part):
     size_bytes: Annotated[int, Field(ge=0)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class TensorFacts(_Part):
+class TensorFacts(Part):
+    """is_open: the first axis takes anything up to its extent here."""
+
     dtype: Dtype
     shape: Annotated[tuple[Extent, ...], Field(max_length=8)]
+    is_open: bool = False
 
     @model_validator(mode="after")
     def _bounded(self) -> TensorFacts:
@@ -59,7 +60,7 @@ class TensorFacts(_Part):
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-class Graph(_Part):
+class Graph(Part):
     """One ONNX file and what it takes and gives."""
 
     file: str
@@ -69,17 +70,26 @@ class Graph(_Part):
     _plain = field_validator("file")(check_file_name)
 
 
-class Step(_Part):
-    """One scale of one variant. counts: tokens that run per layer; gates: {layer: output with its kept positions}."""
+class Step(Part):
+    """One scale of one variant, on one path, with or without unconditional rows.
+
+    counts: tokens that run per layer; past: keys each layer finds in its cache, at most
+    images: of one run of the graph
+    gates:  {layer: output with its kept positions}
+    """
 
     scale: Annotated[int, Field(ge=0)]
     tokens: Annotated[int, Field(ge=1)]
     counts: tuple[Extent, ...]
-    gates: dict[int, str] = {}
+    past: tuple[Extent, ...]
+    path: str = ""
+    guided: bool = True
+    images: Annotated[int, Field(ge=1, le=4096)] = 1
+    gates: dict[int, str] = Field(default_factory=dict)
     graph: Graph
 
 
-class TextEncoder(_Part):
+class TextEncoder(Part):
     """prompt -> rows. kind "words": word ids by a vocabulary file, then the graph (ids, valid -> rows)."""
 
     kind: Literal["words"]
@@ -90,7 +100,7 @@ class TextEncoder(_Part):
     _plain = field_validator("vocabulary")(check_file_name)
 
 
-class Text(_Part):
+class Text(Part):
     """tokens: padded prompt length T; width: of the rows; unconditional: tensor of the weights file with the learned
     rows."""
 
@@ -100,8 +110,12 @@ class Text(_Part):
     encoder: TextEncoder | None = None
 
 
-class Manifest(_Part):
-    schema_version: Literal[1] = 1
+class Manifest(Part):
+    """images: pictures that one run of the step graphs can draw together; one alone always goes.
+    decisions: of the variant planned; small_decoder: codes to the small picture that they look at.
+    """
+
+    schema_version: Literal[2] = 2
     tool_version: str
     model: Backbone
     schedule: tuple[tuple[Side, Side], ...]
@@ -114,6 +128,8 @@ class Manifest(_Part):
     text: Text
     prompt: Graph
     decoder: Graph | None
+    small_decoder: Graph | None = None
+    decisions: tuple[Decision, ...] = ()
     variants: dict[str, tuple[Step, ...]]
     plan_file: str | None = None
     method: str = "dense"
@@ -138,7 +154,7 @@ class Manifest(_Part):
     def _consistent(self) -> Manifest:
         named = {self.weights_file, self.prompt.file}
         named |= {step.graph.file for steps in self.variants.values() for step in steps}
-        named |= {self.decoder.file} if self.decoder else set()
+        named |= {graph.file for graph in (self.decoder, self.small_decoder) if graph}
         named |= {self.plan_file} if self.plan_file else set()
         if self.text.encoder:
             named |= {self.text.encoder.vocabulary, self.text.encoder.graph.file}
@@ -148,10 +164,13 @@ class Manifest(_Part):
         if "dense" not in self.variants:
             raise ValueError("a bundle needs the variant dense")
         for name, steps in self.variants.items():
-            if [step.scale for step in steps] != list(range(len(steps))) or not 0 < len(steps) <= len(self.schedule):
+            scales = list(dict.fromkeys(step.scale for step in steps if not step.path))
+            if scales != list(range(len(scales))) or not 0 < len(scales) <= len(self.schedule):
+                raise ValueError(f"variant {name} does not run scales 0, 1, 2, … of the schedule")
+            if sorted(steps, key=lambda step: step.scale) != list(steps) or steps[-1].scale >= len(self.schedule):
                 raise ValueError(f"variant {name} does not run scales 0, 1, 2, … of the schedule")
             for step in steps:
-                if len(step.counts) != self.model.layers:
+                if len(step.counts) != self.model.layers or len(step.past) != self.model.layers:
                     raise ValueError(f"variant {name}, scale {step.scale} has {len(step.counts)} layer counts")
         if len(self.guidance.cfg) != len(self.schedule) or len(self.guidance.tau) != len(self.schedule):
             raise ValueError("guidance must give one cfg and one tau per scale")

@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from toprovar.runtime.decisions import EnergyMassDecision, RhoDecision, SatsDecision, SkipvarDecision
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.manifest import COMPUTE_DTYPES, Graph, Manifest, Step, TensorFacts
+from toprovar.runtime.table import StepTable, rows_axis
 
-_LAYERED = re.compile(r"([kv]_past|[kv]_new|residual|entropy)_(\d{2,4})")
+_LAYERED = re.compile(r"([kv]_past|[kv]_new|entropy)_(\d{2,4})")
+_RESIDUAL = re.compile(r"residual_(\d{2})_(\d{2,4})(?:_(?:attention|cross|ffn))?")
 HINT = "export the bundle again; a manifest is not meant to be edited by hand"
 
 
@@ -23,10 +26,10 @@ def check_signatures(manifest: Manifest) -> None:
             f"manifest has width {manifest.model.width} over {manifest.model.heads} heads; expected a multiple", HINT
         )
     text = manifest.text
-    rows = (manifest.rows * manifest.images, text.tokens)
+    rows = (manifest.rows, text.tokens)
     prompt = manifest.prompt
     _expect(prompt, "inputs", {"text_rows": _facts("F32", *rows, text.width), "text_valid": _facts("F32", *rows)})
-    codes = _facts("F32", manifest.images, *manifest.code_shape)
+    codes = _facts("F32", 1, *manifest.code_shape)
     if manifest.decoder:
         _expect(manifest.decoder, "inputs", {"codes": codes})
         _expect_decoded(manifest.decoder)
@@ -38,22 +41,74 @@ def check_signatures(manifest: Manifest) -> None:
             raise ToprovarError(
                 f"manifest has text.encoder.max_tokens {text.encoder.max_tokens}; expected at most {text.tokens}", HINT
             )
+    if manifest.small_decoder:
+        _expect(manifest.small_decoder, "inputs", {"codes": codes})
+        _expect_decoded(manifest.small_decoder)
     for name, steps in manifest.variants.items():
-        filled = [0] * manifest.model.layers
-        residuals: dict[str, TensorFacts] = {}
-        for step in steps:
-            height, width = manifest.schedule[step.scale]
-            if step.tokens != height * width or max(step.counts) > step.tokens:
-                raise ToprovarError(
-                    f"manifest has {step.tokens} tokens and counts {list(step.counts)} at scale {step.scale} of "
-                    f"variant {name}; expected {height * width} tokens and no count above",
-                    HINT,
-                )
-            _check_step(manifest, step, filled, residuals, step is steps[-1])
-            for layer, count in enumerate(step.counts):
-                filled[layer] += count
-            residuals |= {o: facts for o, facts in step.graph.outputs.items() if o.startswith("residual_")}
+        table = StepTable(steps, manifest.decisions if name == "planned" else ())
+        if 1 not in table.sizes():
+            raise ToprovarError(f"manifest has no steps of variant {name} for one image", HINT)
+        for images in table.sizes():
+            _check_variant(manifest, name, table, images)
+        _check_decided(manifest, name, table)
     _check_shared(manifest)
+
+
+def _check_variant(manifest: Manifest, name: str, table: StepTable, images: int) -> None:
+    """Walks through all that can happen: every step fits what the steps before it leave behind."""
+    left: dict[int, set[str]] = {}  # residuals by scale
+    seen: set[int] = set()
+    steps = [step for step in table.steps if step.images == images]
+    for step in steps:
+        height, width = manifest.schedule[step.scale]
+        if step.tokens != height * width or max(step.counts) > step.tokens:
+            raise ToprovarError(
+                f"manifest has {step.tokens} tokens and counts {list(step.counts)} at scale {step.scale} of "
+                f"variant {name}; expected {height * width} tokens and no count above",
+                HINT,
+            )
+        earlier = set().union(*(names for scale, names in left.items() if scale < step.scale))
+        before = {o for other in steps if other.scale == step.scale - 1 for o in other.graph.outputs}
+        is_last = not any(other.scale > step.scale and step.path in ("", other.path) for other in steps)
+        _check_step(manifest, step, earlier, before, is_last)
+        left.setdefault(step.scale, set()).update(o for o in step.graph.outputs if o.startswith("residual_"))
+    for step, filled in table.meetings(len(manifest.schedule), manifest.model.layers, images, manifest.rows == 2):
+        seen.add(id(step))
+        is_open = any(facts.is_open for facts in step.graph.inputs.values())
+        fits = all(a <= b for a, b in zip(filled, step.past, strict=True)) if is_open else filled == step.past
+        if not fits:
+            raise ToprovarError(
+                f"manifest gives {step.graph.file} {list(step.past)} cached keys; the steps before it leave "
+                f"{list(filled)}",
+                HINT,
+            )
+    for step in steps:
+        if id(step) not in seen:
+            raise ToprovarError(f"manifest names {step.graph.file}, which no decision leads to", HINT)
+
+
+def _check_decided(manifest: Manifest, name: str, table: StepTable) -> None:
+    """What decisions read is there, and steps for several images cover what those for one do."""
+    kinds = {
+        size: {(s.scale, s.path, s.guided, s.counts) for s in table.steps if s.images == size} for size in table.sizes()
+    }
+    for size, found in kinds.items():
+        if found != kinds[1]:
+            raise ToprovarError(f"manifest has other steps of variant {name} for {size} images than for one", HINT)
+    rho, sats = table.decision(RhoDecision), table.decision(SatsDecision)
+    needed = [(step, "entropy_mean") for step in table.steps if rho and not step.path and step.scale in rho.paths]
+    needed += [(step, "guidance_gap") for step in table.steps if sats and step.guided and step.scale in sats.scales]
+    for step, output in needed:
+        if output not in step.graph.outputs:
+            raise ToprovarError(f"manifest gives {step.graph.file} no output {output}, which a decision reads", HINT)
+    if table.decision(SkipvarDecision) and manifest.small_decoder is None:
+        raise ToprovarError("manifest has a skipvar decision and no small_decoder", HINT)
+    choices = {(s.scale, s.path, s.guided): 0 for s in table.steps}
+    for step in table.steps:
+        choices[step.scale, step.path, step.guided] += step.images == 1
+    for (scale, _, _), count in choices.items():
+        if count > 1 and table.decision(EnergyMassDecision) is None:
+            raise ToprovarError(f"manifest has {count} steps of variant {name} at scale {scale} and no choice", HINT)
 
 
 def _check_shared(manifest: Manifest) -> None:
@@ -61,41 +116,63 @@ def _check_shared(manifest: Manifest) -> None:
     encoder = manifest.text.encoder
     known: dict[str, Graph] = {}
     steps = [step.graph for variant in manifest.variants.values() for step in variant]
-    for graph in (manifest.prompt, manifest.decoder, encoder.graph if encoder else None, *steps):
+    named = (manifest.prompt, manifest.decoder, manifest.small_decoder, encoder.graph if encoder else None)
+    for graph in (*named, *steps):
         if graph is not None and known.setdefault(graph.file, graph) != graph:
             raise ToprovarError(f"manifest gives {graph.file} two different signatures", HINT)
 
 
-def _check_step(
-    manifest: Manifest, step: Step, filled: list[int], residuals: Mapping[str, TensorFacts], is_last: bool
-) -> None:
-    model, graph = manifest.model, step.graph
+def _check_step(manifest: Manifest, step: Step, residuals: set[str], before: set[str], is_last: bool) -> None:
+    """residuals, before: residuals left by earlier scales, and all outputs of the scale before."""
+    model, graph, B = manifest.model, step.graph, step.images
     cache = COMPUTE_DTYPES[manifest.compute]
-    head = (manifest.rows * manifest.images, model.heads, model.width // model.heads)
-    draws, one = (step.tokens, manifest.images, model.bits), _facts("F32", 1)
-    codes = _facts("F32", manifest.images, *manifest.code_shape)
-    known = {"noise": _facts("F32", *draws), "cfg": one, "tau": one, "bit_limit": one, "codes": codes}
-    inputs = {**known, **manifest.prompt.outputs, **residuals}
-    outputs = {"bits": _facts("I32", *draws), "codes_next": codes}
+    R = B * (2 if step.guided else 1)
+    head = (R, model.heads, model.width // model.heads)
+    draws, one = (step.tokens, B, model.bits), _facts("F32", 1)
+    codes = _facts("F32", B, *manifest.code_shape)
+    inputs = {"noise": _facts("F32", *draws), "cfg": one, "tau": one, "bit_limit": one, "codes": codes}
+    inputs |= {name: _with_rows(name, facts, R) for name, facts in manifest.prompt.outputs.items()}
+    outputs = {"bits": _facts("I32", *draws), "codes_next": codes, "guidance_gap": _facts("F32", B)}
+    outputs["entropy_mean"] = _facts("F32", B, step.tokens)
+    if step.scale + 1 < len(manifest.schedule):
+        height, width = manifest.schedule[step.scale + 1]
+        outputs["score_next"] = _facts("F32", B, height * width)
+    channels, *full = manifest.code_shape
+    patch = full[0] // manifest.schedule[-1][0]
+    own, previous = (
+        _facts("F32", B, channels, *(side * patch for side in manifest.schedule[scale]))
+        for scale in (step.scale, max(step.scale - 1, 0))
+    )
+    outputs["own_codes"] = own
+    if "score_next" in before:
+        inputs["score"] = _facts("F32", B, step.tokens)
+    if "own_codes" in before:
+        inputs["codes_before"] = previous
+    for name in residuals:
+        height, width = manifest.schedule[int(_RESIDUAL.fullmatch(name)[1])]  # type: ignore[index]  # checked below
+        inputs[name] = _facts("F32", height * width, R, model.width)
     for name in (*graph.inputs, *graph.outputs):
+        left = _RESIDUAL.fullmatch(name)
+        if left and int(left[1]) == step.scale and int(left[2]) < model.layers:
+            outputs[name] = _facts("F32", step.tokens, R, model.width)
         match = _LAYERED.fullmatch(name)
         if not match or int(match[2]) >= model.layers:
             continue
         layer = int(match[2])
         if match[1].endswith("_past"):
-            inputs[name] = _facts(cache, filled[layer], *head)
+            is_open = name in graph.inputs and graph.inputs[name].is_open
+            inputs[name] = _facts(cache, step.past[layer], *head, is_open=is_open)
         elif match[1].endswith("_new") and not is_last:
             outputs[name] = _facts(cache, step.counts[layer], *head)
-        elif match[1] == "residual":
-            outputs[name] = _facts("F32", step.tokens, manifest.rows * manifest.images, model.width)
         elif match[1] == "entropy":
-            outputs[name] = _facts("F32", step.tokens)
+            outputs[name] = _facts("F32", *((step.tokens,) if B == 1 else (B, step.tokens)))
     for layer, gate in step.gates.items():
         if not 0 <= layer < model.layers or gate not in graph.outputs:
             raise ToprovarError(
                 f"manifest names gate {gate} for layer {layer} of {graph.file}; expected one of its outputs", HINT
             )
-        outputs[gate] = _facts("I32", step.counts[layer])
+        by_row = graph.outputs[gate].shape[:-1] == (R,) and R > 1
+        outputs[gate] = _facts("I32", *((R,) if by_row else (B,) if B > 1 else ()), step.counts[layer])
     for name, facts in graph.outputs.items():
         if name.startswith(("watch_", "kept_")):
             outputs.setdefault(name, facts)  # read as it is, never written into
@@ -149,5 +226,12 @@ def _listed(names: Mapping[str, object]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _facts(dtype: str, *shape: int) -> TensorFacts:
-    return TensorFacts.model_construct(dtype=dtype, shape=shape)  # made of checked numbers: nothing to validate
+def _facts(dtype: str, *shape: int, is_open: bool = False) -> TensorFacts:
+    # made of checked numbers: nothing to validate
+    return TensorFacts.model_construct(dtype=dtype, shape=shape, is_open=is_open)
+
+
+def _with_rows(name: str, facts: TensorFacts, rows: int) -> TensorFacts:
+    shape = list(facts.shape)
+    shape[rows_axis(name)] = rows
+    return _facts(facts.dtype, *shape)

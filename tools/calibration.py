@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toprovar.calibrate.fitting import fit_plan
+from toprovar.calibrate.fitting import check_settings, fit_plan
 from toprovar.calibrate.methods import METHODS
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.methods.toprovar import fit_depth
 from toprovar.calibrate.report import write_report
 from toprovar.calibrate.statistics import Statistics, collect_statistics, read_prompts
+from toprovar.calibrate.targets import plan_for_ssim
 from toprovar.exporter.model import Model, load_model
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import check_folder
@@ -40,30 +40,36 @@ class CalibrationRequest:
     cfg: str | None = None
     tau: str | None = None
     seed: int = 0
+    target_ssim: float | None = None
+    resume: bool = True
 
 
-def shipped_prompts() -> Path:
-    """The list of prompts that comes with the package."""
+SHIPPED = {"demo": "prompts.txt", "mixed": "prompts_mixed.txt"}  # lists that come with the package
+
+
+def shipped_prompts(name: str = "demo") -> Path:
+    """A list of prompts that comes with the package: demo, in the demo model's words; mixed, 64 for other models."""
     import toprovar.calibrate
 
-    return Path(toprovar.calibrate.__path__[0]) / "prompts.txt"
+    return Path(toprovar.calibrate.__path__[0]) / SHIPPED[name]
 
 
 def check_request(request: CalibrationRequest) -> list[str]:
     """Refuses what can be refused before a model is loaded. Returns: the prompts."""
     check_seed(request.seed)
-    if request.method not in METHODS:
-        near = difflib.get_close_matches(request.method, METHODS, 1)
-        raise ToprovarError(
-            f"unknown method {request.method}",
-            f"did you mean {near[0]}?" if near else f"choose one of: {', '.join(METHODS)}",
-        )
-    for name in ("tau", "beta", "alpha_min", "alpha_max", "target_speedup"):
-        value = getattr(request.settings, name, None)
+    numbers = {name: getattr(request.settings, name) for name in ("tau", "beta", "alpha_max", "target_speedup")}
+    for name, value in {**numbers, "target_ssim": request.target_ssim}.items():
         if value is not None and not math.isfinite(value):
             option = {"tau": "--rho-threshold"}.get(name, "--" + name.replace("_", "-"))
             raise ToprovarError(f"{option}: {value} is not a finite number", "see toprovar calibrate --help")
-    prompts = read_prompts(request.prompts or shipped_prompts())[: request.limit]
+    check_settings(request.method, request.settings)
+    if request.target_ssim is not None and request.settings.target_speedup is not None:
+        raise ToprovarError("--target-ssim and --target-speedup are both given", "give one of them")
+    if request.target_ssim is not None and not METHODS[request.method].is_tunable:
+        raise ToprovarError(
+            f"method {request.method} has one strength; it cannot be fitted to a target", "leave --target-ssim out"
+        )
+    prompts = read_prompts(prompt_file(request.prompts))[: request.limit]
     last = request.seed + len(prompts) - 1
     if last > MAX_SEED:
         raise ToprovarError(
@@ -72,6 +78,15 @@ def check_request(request: CalibrationRequest) -> list[str]:
         )
     check_folder(request.out / "stats")
     return prompts
+
+
+def prompt_file(named: Path | None) -> Path:
+    """A file, or a shipped list by its name; a file of that name comes first."""
+    if named is None:
+        return shipped_prompts()
+    if str(named) in SHIPPED and not named.exists():
+        return shipped_prompts(str(named))
+    return named
 
 
 def _check_fit(settings: MethodSettings, scales: int, layers: int) -> None:
@@ -94,12 +109,20 @@ def gather(request: CalibrationRequest, model: Model) -> Statistics:
     guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
     _check_fit(request.settings, len(schedule), model.config.depth)
     with console.progress("calibrate") as advance:
-        return collect_statistics(model, schedule, guidance, prompts, request.seed, request.out / "stats", advance)
+        return collect_statistics(
+            model, schedule, guidance, prompts, request.seed, request.out / "stats", advance,
+            METHODS[request.method].needs, request.resume,
+        )  # fmt: skip
 
 
 def fit_and_write(request: CalibrationRequest, model: Model, stats: Statistics) -> Plan:
     """Plan and report from statistics; both files are complete or absent."""
-    plan = fit_plan(request.method, stats, model.backbone, request.settings)
+    if request.target_ssim is None:
+        plan = fit_plan(request.method, stats, model.backbone, request.settings)
+    else:
+        guidance = guidance_with(model.guidance(stats.schedule), request.cfg, request.tau)
+        with console.progress("fit to SSIM") as advance:
+            plan = plan_for_ssim(request.method, model, guidance, stats, request.settings, request.target_ssim, advance)
     save_plan(plan, request.out / "plan.json")
     depth = fit_depth(stats, request.settings)
     facts = {
@@ -122,8 +145,9 @@ def run_calibration(request: CalibrationRequest) -> Plan:
     stats = gather(request, model)
     plan = fit_and_write(request, model, stats)
     depth = "" if plan.D.value is None else f"D = {plan.D.value}, "
+    close = "" if plan.calib.measured_ssim is None else f", SSIM {plan.calib.measured_ssim:.3f}"
     console.say(
-        f"wrote {request.out}/plan.json ({depth}TLE {plan.tle_speedup:.2f} times less) and report.html "
+        f"wrote {request.out}/plan.json ({depth}TLE {plan.expected_speedup:.2f} times less{close}) and report.html "
         f"in {time.perf_counter() - started:.0f}s; "
         f"next: toprovar-export {console.quoted(request.model)} "
         f"--plan {console.quoted(request.out / 'plan.json')} -o bundle"

@@ -74,6 +74,7 @@ class Direction(str, Enum):
 class Restore(str, Enum):
     identity = "identity"
     cached_residual = "cached_residual"
+    prev_residual = "prev_residual"
 
 
 class Resample(str, Enum):
@@ -142,10 +143,23 @@ def calibrate(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for plan.json, stats/ and report.html.")],
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="Text file, one prompt per line; a shipped list if left out.")
+        Path | None,
+        typer.Option(
+            "--prompts", help="Text file, one prompt per line, or a shipped list: demo, mixed. demo if left out."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")] = None,
-    method: Annotated[str, typer.Option("--method", help="Method that turns statistics into a plan.")] = "toprovar",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            help="dense, fixed_exit, toprovar, fastvar, skipvar, stepvar, depthvar or ld_pruning.",
+        ),
+    ] = "toprovar",
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="An option of the method, NAME=VALUE; repeatable. docs/calibration.md lists them."),
+    ] = None,
     preset: Annotated[Preset, typer.Option("--preset", help="paper also skips the last two scales.")] = Preset.full,
     rho_threshold: Annotated[
         float | None, typer.Option("--rho-threshold", min=0, max=1, help="Threshold on rho; fitted if left out.")
@@ -170,10 +184,21 @@ def calibrate(
             "--target-speedup", min=1, help="Choose D, layers and strength so that work (TLE) shrinks this much."
         ),
     ] = None,
-    restore: Annotated[Restore, typer.Option("--restore", help="What pruned positions get.")] = Restore.cached_residual,
+    target_ssim: Annotated[
+        float | None,
+        typer.Option(
+            "--target-ssim", min=0, max=1, help="Save as much work as keeps this mean SSIM to dense, measured."
+        ),
+    ] = None,
+    restore: Annotated[
+        Restore | None, typer.Option("--restore", help="What pruned positions get; the method's own if left out.")
+    ] = None,
     resample: Annotated[
-        Resample, typer.Option("--resample", help="How cached residuals are resized.")
-    ] = Resample.bilinear,
+        Resample | None, typer.Option("--resample", help="How residuals are resized; the method's own if left out.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Keep what an earlier run measured for the same prompts.")
+    ] = True,
     tokenizer: Tokenizer = None,
     aspect: Aspect = None,
     budget: Budget = None,
@@ -189,6 +214,7 @@ def calibrate(
         console.require_packages("calibrate", *CALIBRATE_MODULES)
         from toprovar.calibrate.methods.settings import MethodSettings
         from toprovar.tools.calibration import CalibrationRequest, run_calibration
+        from toprovar.tools.options import named_values
 
         settings = MethodSettings(
             preset=preset.value,
@@ -199,12 +225,13 @@ def calibrate(
             global_layers=global_layers,
             alpha_max=MethodSettings.alpha_max if alpha_max is None else alpha_max,
             target_speedup=target_speedup,
-            restore=restore.value,
-            resample=resample.value,
+            restore=None if restore is None else restore.value,
+            resample=None if resample is None else resample.value,
+            options=named_values(option or [], "--set"),
         )
         request = CalibrationRequest(
             model=model, tokenizer=tokenizer, prompts=prompts, limit=limit, method=method, settings=settings,
-            aspect=aspect, budget=budget, cfg=cfg, tau=tau, seed=seed, out=out,
+            aspect=aspect, budget=budget, cfg=cfg, tau=tau, seed=seed, out=out, target_ssim=target_ssim, resume=resume,
         )  # fmt: skip
         plan = run_calibration(request)
         if json:
@@ -224,6 +251,9 @@ def export(
     text_tokens: Annotated[
         int | None, typer.Option("--text-tokens", min=1, max=512, help="Prompt length; model's own default.")
     ] = None,
+    images: Annotated[
+        int, typer.Option("--images", min=1, max=64, help="Also write steps that draw so many images at once.")
+    ] = 1,
     tokenizer: Tokenizer = None,
     aspect: Aspect = None,
     budget: Budget = None,
@@ -245,7 +275,7 @@ def export(
 
         request = ExportRequest(
             model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value, text_tokens=text_tokens,
-            aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run,
+            images=images, aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run,
             graphs_only=graphs_only,
         )  # fmt: skip
         facts = run_export(request, quiet=json)

@@ -9,6 +9,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,13 +84,15 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
             yield lambda done, total: bar.update(task, completed=done, total=total)
     else:
         told = -1
+        started = time.perf_counter()
 
         def advance(done: int, total: int) -> None:
             nonlocal told
             tenth = done * 10 // max(total, 1)
             if tenth > told:
                 told = tenth
-                say(f"{what}: {done}/{total}")
+                left = (time.perf_counter() - started) / done * (total - done) if done else 0
+                say(f"{what}: {done}/{total}" + (f", about {left:.0f}s left" if 0 < done < total else ""))
 
         yield advance
 

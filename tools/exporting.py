@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class ExportRequest:
     tokenizer: str | None = None
     plan: Path | None = None
     dtype: str = "fp32"
+    images: int = 1
     text_tokens: int | None = None
     aspect: float | None = None
     budget: str | None = None
@@ -57,7 +58,9 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
             console.say("warning: the plan was calibrated on other weights of the same shape")
     guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
     text_tokens = request.text_tokens or model.settings.text_tokens
-    options = StepOptions.for_guidance(guidance, model.config.depth, text_tokens, request.dtype)
+    options = replace(
+        StepOptions.for_guidance(guidance, model.config.depth, text_tokens, request.dtype), images=request.images
+    )
     if not needs_weights:
         graphs = BundleGraphs(model, plan or dense_plan(model.backbone, schedule), options)
         if request.dry_run:

@@ -96,7 +96,11 @@ def _plan(path: Path) -> dict[str, Any]:
         "schedule": [f"{h}x{w}" for h, w in plan.schedule],
         "D": plan.D.model_dump(mode="json"),
         "layers": list(plan.layers.classes),
-        "tle_speedup": round(plan.tle_speedup, 4),
+        "tle_speedup": round(plan.expected_speedup, 4),
+        "score": plan.score.kind,
+        "gathered_per": plan.score.granularity,
+        "decisions": [decision.kind for decision in plan.decisions],
+        "cfg_stop": plan.cfg_stop.mode,
         "scales": [
             {"scale": k, "tokens": plan.tokens(k), "per_layer": list(plan.counts(k))} for k in range(plan.scales)
         ],

@@ -69,3 +69,20 @@ def schedule_with(model: Model, aspect: float | None, budget: str | None) -> Sch
             f"aspect {aspect:g}: template {nearest_template(aspect)} (height over width), {height}x{width} tokens"
         )
     return schedule
+
+
+def named_values(pairs: list[str], name: str) -> dict[str, str]:
+    """NAME=VALUE words as a mapping; dashes in names become underscores.
+
+    Raises: ToprovarError for a word without "=" or a name that stands twice.
+    """
+    values: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key:
+            raise ToprovarError(f"{name} {pair}: expected NAME=VALUE", f"write {name} ratios=0.4,0.5")
+        if key in values:
+            raise ToprovarError(f"{name}: {key} is given twice", "give it once")
+        values[key] = value.strip()
+    return values

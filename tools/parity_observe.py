@@ -107,6 +107,7 @@ def _run_steps(
     bundle: Bundle, backend: OnnxRuntimeBackend, run: RecordedRun, rows: np.ndarray, valid: np.ndarray
 ) -> Arrays:
     """Drives the dense steps of any number of images."""
+    from toprovar.runtime.images import joined_prompts
     from toprovar.runtime.manifest import NUMPY_DTYPES
 
     manifest = bundle.manifest
@@ -114,8 +115,14 @@ def _run_steps(
     def allocate(outputs: Iterable[tuple[str, tuple[int, ...], str]]) -> Arrays:
         return {name: np.empty(shape, NUMPY_DTYPES[dtype]) for name, shape, dtype in outputs}
 
-    prompt = allocate((name, facts.shape, facts.dtype) for name, facts in manifest.prompt.outputs.items())
-    backend.run(manifest.prompt, {"text_rows": rows, "text_valid": valid.astype(np.float32)}, prompt)
+    prompts = []
+    for image in range(run.images):
+        own = slice(image, None, run.images)  # the conditional row, and under guidance the unconditional one
+        tensors = allocate((name, facts.shape, facts.dtype) for name, facts in manifest.prompt.outputs.items())
+        texts = {"text_rows": rows[own], "text_valid": valid[own].astype(np.float32)}
+        backend.run(manifest.prompt, {name: np.ascontiguousarray(text) for name, text in texts.items()}, tensors)
+        prompts.append(tensors)
+    prompt = joined_prompts(prompts, manifest.rows)
     seen = {
         "cond_BD": prompt["pooled_text"],
         "gss": prompt["modulation"].transpose(1, 0, 2)[:, None],  # [R, 1, 6, C]
@@ -126,7 +133,7 @@ def _run_steps(
     cache = {f"{kind}_past_{layer:02d}": empty for kind in "kv" for layer in range(manifest.model.layers)}
     codes = np.zeros((run.images, *manifest.code_shape), np.float32)
     limit = np.array([run.guidance.bit_limit], np.float32)
-    for step in manifest.variants["dense"][: run.scales]:
+    for step in [step for step in manifest.variants["dense"] if step.images == run.images][: run.scales]:
         s = step.scale
         inputs = {
             **prompt,

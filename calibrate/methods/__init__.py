@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from toprovar.calibrate.methods.dense import dense_plan_from_stats
-from toprovar.calibrate.methods.fixed_exit import fixed_exit_plan_from_stats
-from toprovar.calibrate.methods.settings import MethodSettings
-from toprovar.calibrate.methods.toprovar import toprovar_plan_from_stats
-from toprovar.calibrate.statistics import Statistics
-from toprovar.runtime.plan import Backbone, Plan
-
-Method = Callable[[Statistics, Backbone, MethodSettings], Plan]
+from toprovar.calibrate.methods.dense import DENSE
+from toprovar.calibrate.methods.depthvar import DEPTHVAR
+from toprovar.calibrate.methods.fastvar import FASTVAR
+from toprovar.calibrate.methods.fixed_exit import FIXED_EXIT
+from toprovar.calibrate.methods.ld_pruning import LD_PRUNING
+from toprovar.calibrate.methods.method import Method
+from toprovar.calibrate.methods.skipvar import SKIPVAR
+from toprovar.calibrate.methods.stepvar import STEPVAR
+from toprovar.calibrate.methods.toprovar import TOPROVAR
 
 METHODS: dict[str, Method] = {
-    "dense": dense_plan_from_stats,
-    "fixed_exit": fixed_exit_plan_from_stats,
-    "toprovar": toprovar_plan_from_stats,
+    "dense": DENSE,
+    "fixed_exit": FIXED_EXIT,
+    "toprovar": TOPROVAR,
+    "fastvar": FASTVAR,
+    "skipvar": SKIPVAR,
+    "stepvar": STEPVAR,
+    "depthvar": DEPTHVAR,
+    "ld_pruning": LD_PRUNING,
 }

@@ -6,10 +6,12 @@ in ToProVAR's ablation.
 
 from __future__ import annotations
 
+from toprovar.calibrate.methods.common import provenance, tokens_per_scale
+from toprovar.calibrate.methods.method import Method
 from toprovar.calibrate.methods.settings import MethodSettings
-from toprovar.calibrate.statistics import Statistics, prompts_digest
+from toprovar.calibrate.statistics import Statistics
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.plan import Backbone, Calibration, Plan
+from toprovar.runtime.plan import Backbone, Plan
 from toprovar.runtime.version import VERSION
 
 
@@ -19,7 +21,7 @@ def fixed_exit_plan_from_stats(stats: Statistics, backbone: Backbone, settings: 
     Settled: the picture truncated there is, on average over prompts, as close to the full one as `ssim_threshold` asks.
     Raises: ToprovarError if the target is out of reach.
     """
-    tokens = [height * width for height, width in stats.schedule]
+    tokens = tokens_per_scale(stats)
     last = len(tokens) - 1
     if settings.scale_depth is not None:
         depth = settings.scale_depth
@@ -42,10 +44,8 @@ def fixed_exit_plan_from_stats(stats: Statistics, backbone: Backbone, settings: 
         schedule=stats.schedule,
         method="fixed_exit",
         skip_scales=tuple(range(depth + 1, len(tokens))),
-        calib=Calibration(
-            prompts_sha256=prompts_digest(stats.prompts),
-            prompts=len(stats.prompts),
-            ssim_threshold=settings.ssim_threshold,
-            stats=stats.digest,
-        ),
+        calib=provenance(stats, settings),
     )
+
+
+FIXED_EXIT = Method("Fixed exit", fixed_exit_plan_from_stats, reads=("scale_depth",))

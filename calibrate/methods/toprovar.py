@@ -1,8 +1,8 @@
 """ToProVAR: entropy-guided pruning of scales, layers and tokens (arXiv 2602.22948, ICLR 2026).
 
-Scale: pruning may start after the depth D at which the share of low-entropy tokens crosses tau. Layer: sigma1/sigma2 of
-the entropy map splits layers into Global (dense) and Detail (prunable). Token: Detail layers keep the tokens of lowest
-entropy, as many as the expected-count rule says. What the paper leaves open is listed in docs/calibration.md.
+Scale: pruning may start after the depth D at which the share of low-entropy tokens crosses tau. Layer: sigma1/sigma2
+of the entropy map splits layers into Global (dense) and Detail (prunable). Token: Detail layers keep the tokens of
+lowest entropy, as many as the expected-count rule says. What the paper leaves open is listed in docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -10,32 +10,48 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import field_validator
 
 from toprovar.calibrate.measures import otsu_threshold, rank_correlation
-from toprovar.calibrate.methods.settings import MethodSettings
-from toprovar.calibrate.statistics import Statistics, prompts_digest
+from toprovar.calibrate.methods.common import BISECTIONS, keep_count, provenance, skipped_scales, tokens_per_scale
+from toprovar.calibrate.methods.method import Method
+from toprovar.calibrate.methods.settings import MethodOptions, MethodSettings, options_of
+from toprovar.calibrate.statistics import Statistics
+from toprovar.runtime.decisions import RhoDecision
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.plan import (
-    COUNT_GRID,
-    MIN_PRUNED_TOKENS,
-    Backbone,
-    Calibration,
-    LayerScores,
-    Plan,
-    Restore,
-    ScaleDepth,
-    Score,
-)
+from toprovar.runtime.plan import Backbone, LayerScores, Plan, PlanPath, Restore, ScaleDepth, Score
 from toprovar.runtime.version import VERSION
 
+Stage = Literal["scale", "layer", "token"]
 AMBIGUOUS_SHARE = 0.2  # a layer whose class flips in more than this share of prompts stays dense
 PLAUSIBLE_TAU = (0.3, 0.55)  # around the paper's 0.4
-PAPER_SKIPPED_SCALES = 2
 FEWEST_GLOBAL_SHARE = 1 / 10  # four of 40 layers explain the paper's 8B timings
-BISECTIONS = 24
 STRONGEST = 3.0
+STAGES: tuple[Stage, ...] = ("scale", "layer", "token")
+
+
+class ToprovarOptions(MethodOptions):
+    """stages: which of scale, layer and token act; all three are the method, fewer are rows of the paper's ablation.
+
+    none:         fixed exit after the guard scale, or after the given depth
+    scale:        scales behind D are left out
+    scale, token: behind D every layer but the first chooses tokens, as if R were 1
+    scale, layer: behind D Detail layers are left out whole
+    depth:        static, one D for all pictures; adaptive, each picture's own, read off rho while it is made
+    stratified:   in each of 4 x 4 regions at least a quarter of an even share runs
+    """
+
+    stages: tuple[Stage, ...] = STAGES
+    depth: Literal["static", "adaptive"] = "static"
+    stratified: bool = False
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        return () if value in (["none"], ("none",)) else value
 
 
 @dataclass(frozen=True)
@@ -105,21 +121,21 @@ def fit_depth(stats: Statistics, settings: MethodSettings) -> DepthFit:
     return DepthFit(tau, direction, per_prompt, value)
 
 
-def keep_count(tokens: int, pruned_share: float) -> int:
-    """Tokens kept of `tokens` at an expected pruned share, rounded up to the grid; small maps stay whole."""
-    if tokens < MIN_PRUNED_TOKENS:
-        return tokens
-    kept = COUNT_GRID * math.ceil(tokens * (1 - pruned_share) / COUNT_GRID - 1e-9)
-    return tokens if kept >= tokens else kept
-
-
 def toprovar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Plan:
-    """Static ToProVAR plan; dense where no scale crosses tau (paper A.5.4).
+    """ToProVAR's plan; dense where no scale crosses tau (paper A.5.4).
 
     Raises: ToprovarError if a target speed-up is out of reach.
     """
+    options = options_of(ToprovarOptions, settings, "toprovar")
     if settings.target_speedup is not None:
+        if options.depth == "adaptive" or set(options.stages) != set(STAGES):
+            raise ToprovarError(
+                "a target is reached with all three stages and one depth for all pictures",
+                "leave out --set stages and --set depth, or --target-speedup",
+            )
         settings = reach_target(stats, backbone, settings, settings.target_speedup)
+    if options.depth == "adaptive":
+        return _adaptive(stats, backbone, settings)
     return _plan(stats, backbone, settings)
 
 
@@ -169,10 +185,64 @@ def reach_target(stats: Statistics, backbone: Backbone, settings: MethodSettings
     )
 
 
-def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Plan:
-    schedule, layers = stats.schedule, stats.layers
-    scales = len(schedule)
+@dataclass(frozen=True)
+class _Pruning:
+    """Counts and score sources behind a scale depth."""
+
+    keep: dict[int, tuple[int, ...]]
+    sources: dict[int, dict[int, int]]
+    skip: tuple[int, ...]
+
+
+def _prune_behind(
+    depth: int | None, stats: Statistics, settings: MethodSettings, options: ToprovarOptions, is_detail: np.ndarray,
+    R: np.ndarray,
+) -> _Pruning:  # fmt: skip
+    """What the stages do behind scale `depth`."""
+    scales, layers, tokens = len(stats.schedule), stats.layers, tokens_per_scale(stats)
+    skip = skipped_scales(stats, settings)
+    if depth is None:
+        return _Pruning({}, {}, skip)
+    stages = set(options.stages)
+    if not stages & {"layer", "token"}:
+        return _Pruning({}, {}, tuple(range(min(depth + 1, scales - len(skip)), scales)))
+    last_scale = scales - len(skip)
+    keep: dict[int, tuple[int, ...]] = {}
+    sources: dict[int, dict[int, int]] = {}
+    for k in range(depth + 1, last_scale):
+        growth = max((k + 1) / last_scale, settings.phi_floor)  # phi(s) = s / S_max, s counted from 1
+        counts, source = [], {}
+        last_dense = 0
+        for layer in range(layers):
+            prunable = is_detail[layer] if "layer" in stages else layer > 0
+            strength = float(R[layer]) if "layer" in stages else 1.0
+            share = settings.alpha_min + (settings.alpha_max - settings.alpha_min) * growth * strength
+            if "token" not in stages:
+                share = 1.0
+            count = keep_count(tokens[k], min(max(share, 0.0), 1.0)) if prunable else tokens[k]
+            if count == tokens[k]:
+                last_dense = layer
+            elif count > 0:
+                source[layer] = last_dense  # entropy of the most recent dense layer at this scale
+            counts.append(count)
+        if any(count < tokens[k] for count in counts):
+            keep[k] = tuple(counts)
+            sources[k] = source
+    return _Pruning(keep, sources, skip)
+
+
+def _fixed_depth(stats: Statistics, settings: MethodSettings, options: ToprovarOptions) -> DepthFit:
+    """D, or the guard scale where the stage that finds it is off."""
     depth = fit_depth(stats, settings)
+    if "scale" in options.stages or settings.scale_depth is not None:
+        return depth
+    return replace(depth, value=stats.guard_scale)
+
+
+def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Plan:
+    options = options_of(ToprovarOptions, settings, "toprovar")
+    schedule = stats.schedule
+    depth = _fixed_depth(stats, settings, options)
     fit = fit_layers(stats.singular_ratio, settings.global_layers, settings.beta)
     warnings = []
     if not PLAUSIBLE_TAU[0] <= depth.tau <= PLAUSIBLE_TAU[1]:
@@ -189,38 +259,26 @@ def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Pl
     if is_detail[0]:
         is_detail[0] = False  # the first layer ranks the tokens for those behind it
         warnings.append("layer 0 is Detail by its score; it stays dense, since a gate needs a score before it")
-    skip = tuple(range(scales - PAPER_SKIPPED_SCALES, scales)) if settings.preset == "paper" else ()
-    first_pruned = scales if depth.value is None else depth.value + 1
-    last_scale = scales - len(skip)
-    keep: dict[int, tuple[int, ...]] = {}
-    sources: dict[int, dict[int, int]] = {}
-    for k in range(first_pruned, last_scale):
-        tokens = schedule[k][0] * schedule[k][1]
-        growth = max((k + 1) / last_scale, settings.phi_floor)  # phi(s) = s / S_max, s counted from 1
-        counts, source = [], {}
-        last_dense = 0
-        for layer in range(layers):
-            share = settings.alpha_min + (settings.alpha_max - settings.alpha_min) * growth * float(fit.R[layer])
-            count = keep_count(tokens, min(max(share, 0.0), 1.0)) if is_detail[layer] else tokens
-            if count == tokens:
-                last_dense = layer
-            elif count > 0:
-                source[layer] = last_dense  # entropy of the most recent dense layer at this scale
-            counts.append(count)
-        if any(count < tokens for count in counts):
-            keep[k] = tuple(counts)
-            sources[k] = source
-    reference = first_pruned - 1 if keep and settings.restore == "cached_residual" else None
+    pruning = _prune_behind(depth.value, stats, settings, options, is_detail, fit.R)
+    kind = settings.restore or "cached_residual"
+    keep = pruning.keep
+    assert not keep or depth.value is not None
+    score = Score(kind="entropy", source_layer=pruning.sources, stratified=options.stratified)
+    restore = Restore(
+        kind=kind,
+        ref_scale=depth.value if kind == "cached_residual" else None,
+        resample=settings.resample or "bilinear",
+    )
     return Plan(
         tool_version=VERSION,
         backbone=backbone,
         schedule=schedule,
         method="toprovar",
         preset=settings.preset,
-        skip_scales=skip,
-        score=Score(kind="entropy", source_layer=sources) if keep else Score(),
+        skip_scales=pruning.skip,
+        score=score if keep else Score(),
         keep=keep,
-        restore=Restore(kind=settings.restore, ref_scale=reference, resample=settings.resample) if keep else Restore(),
+        restore=restore if keep else Restore(),
         layers=LayerScores(
             R=tuple(round(float(r), 6) for r in fit.R),
             classes=tuple("detail" if detail else "global" for detail in is_detail),  # type: ignore[call-arg]
@@ -231,13 +289,64 @@ def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Pl
             tau=round(depth.tau, 6),
             direction=depth.direction,  # type: ignore[arg-type]
         ),
-        calib=Calibration(
-            prompts_sha256=prompts_digest(stats.prompts),
-            prompts=len(stats.prompts),
-            ssim_threshold=settings.ssim_threshold,
+        calib=provenance(
+            stats,
+            settings,
+            warnings,
             alpha=(settings.alpha_min, settings.alpha_max),
             beta=round(fit.beta, 9),
-            stats=stats.digest,
-            warnings=tuple(warnings),
+            settings={"stages": ", ".join(options.stages) or "none", "stratified": options.stratified},
         ),
     )
+
+
+def _adaptive(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Plan:
+    """One path per depth that calibration prompts had; a picture enters that of its own D while it is made."""
+    depth = fit_depth(stats, settings)
+    last = len(stats.schedule) - 1
+    per_prompt = [-1 if d is None else d for d in depth.per_prompt]
+    depths = sorted({d for d in per_prompt if 0 <= d < last})
+    static = _plan(stats, backbone, settings)
+    if not depths:
+        return static
+    plans = {d: _plan(stats, backbone, replace(settings, scale_depth=d)) for d in depths}
+    earliest = plans[depths[0]]  # its counts and sources cover all scales that a later depth prunes
+    skip = skipped_scales(stats, settings)
+    names = {d: f"D = {d}" for d in depths}
+    paths = {
+        names[d]: PlanPath(
+            keep=plan.keep,
+            skip_scales=plan.skip_scales,
+            ref_scale=d if plan.restore.kind == "cached_residual" else None,
+        )
+        for d, plan in plans.items()
+    }
+    rho = RhoDecision(
+        tau=round(depth.tau, 6),
+        direction=depth.direction,  # type: ignore[arg-type]
+        layers=tuple(range(stats.layers)),
+        paths=names,
+    )
+    main = earliest.model_copy(update={"keep": {}, "skip_scales": skip})
+    dense = sum(tokens_per_scale(stats))
+    work = [plans.get(d, main).token_layer_equivalents for d in per_prompt]
+    calib = static.calib.model_copy(update={"expected_speedup": round(dense / float(np.mean(work)), 6)})
+    return main.model_copy(
+        update={
+            "paths": paths,
+            "decisions": (rho,),
+            "D": static.D.model_copy(update={"mode": "adaptive", "value": depth.value}),
+            "calib": calib,
+        }
+    )
+
+
+TOPROVAR = Method(
+    "ToProVAR",
+    toprovar_plan_from_stats,
+    ToprovarOptions,
+    reads=(
+        "preset", "tau", "direction", "scale_depth", "beta", "global_layers", "alpha_min", "alpha_max", "phi_floor",
+        "restore", "resample",
+    ),
+)  # fmt: skip

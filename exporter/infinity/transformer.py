@@ -46,6 +46,16 @@ class Prompt:
     def rows(self) -> int:
         return self.pooled.shape[0]
 
+    def take(self, rows: Tensor) -> Prompt:
+        """Some rows, in the order of `rows` [R'] int64."""
+        return Prompt(
+            self.pooled[rows],
+            self.modulation[rows],
+            self.head[rows],
+            [(k[rows], v[rows]) for k, v in self.cross],
+            self.mask[rows],
+        )
+
 
 @dataclass
 class BlockOutput:
@@ -67,7 +77,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates neighbouring pairs. x: [R, H, L, D]; cos, sin: [L, D/2]."""
+    """Rotates neighbouring pairs. x: [R, H, L, D]; cos, sin: [L, D/2], or [R, 1, L, D/2]."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
@@ -154,9 +164,30 @@ class Block(nn.Module):
     ) -> BlockOutput:
         """One scale's tokens through the block, with the cache of earlier scales.
 
-        x: [R, L, C]; cos, sin: [L, D/2] at the tokens' original positions; k_past, v_past: [S, R, H, D].
+        x: [R, L, C]; cos, sin: [L, D/2] at the tokens' original positions, or [R, 1, L, D/2] where rows differ;
+        k_past, v_past: [S, R, H, D].
         """
-        gamma1, gamma2, scale1, scale2, shift1, shift2 = (self.ada_gss + prompt.modulation).unbind(2)  # [R, 1, C]
+        residual, k_new, v_new, entropy = self.self_attention(x, prompt, cos, sin, k_past, v_past, want_entropy)
+        x = x + residual
+        x = x + self.cross_attention(x, prompt, cross)
+        return BlockOutput(x + self.feed_forward(x, prompt), k_new, v_new, entropy)
+
+    def _modulation(self, prompt: Prompt) -> tuple[Tensor, ...]:
+        """gamma1, gamma2, scale1, scale2, shift1, shift2, each [R, 1, C]."""
+        return (self.ada_gss + prompt.modulation).unbind(2)
+
+    def self_attention(
+        self,
+        x: Tensor,
+        prompt: Prompt,
+        cos: Tensor,
+        sin: Tensor,
+        k_past: Tensor,
+        v_past: Tensor,
+        want_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What self-attention adds to x, new keys and values, and the entropy if asked for; arguments of `forward`."""
+        gamma1, _, scale1, _, shift1, _ = self._modulation(prompt)
         q, k, v = self.sa.project(modulate(x, scale1, shift1), cos, sin)
         k_new, v_new = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)  # [L, R, H, D]
         keys = torch.cat([k_past, k_new]).permute(1, 2, 0, 3)
@@ -166,8 +197,16 @@ class Block(nn.Module):
             o, entropy = entropy_attention(q.to(v.dtype), keys.to(v.dtype), values, scale=1.0, head_mean=True)  # [R, L]
         else:
             o = attention(q, keys, values, scale=1.0)
-        x = self.after_attention(x, o, cross, prompt.mask, gamma1, gamma2, scale2, shift2)
-        return BlockOutput(x, k_new, v_new, entropy)
+        return self.sa.proj(o.transpose(1, 2).flatten(-2)) * gamma1, k_new, v_new, entropy
+
+    def cross_attention(self, x: Tensor, prompt: Prompt, cross: tuple[Tensor, Tensor]) -> Tensor:
+        """What cross-attention adds to x. x: [R, L, C]."""
+        return self.ca(self.ca_norm(x), *cross, prompt.mask)
+
+    def feed_forward(self, x: Tensor, prompt: Prompt) -> Tensor:
+        """What the feed-forward layer adds to x. x: [R, L, C]."""
+        _, gamma2, _, scale2, _, shift2 = self._modulation(prompt)
+        return self.ffn(modulate(x, scale2, shift2)) * gamma2
 
     def after_attention(
         self,
@@ -180,7 +219,7 @@ class Block(nn.Module):
         scale2: Tensor,
         shift2: Tensor,
     ) -> Tensor:
-        """Everything behind the self-attention. o: [R, H, L, D]."""
+        """Everything behind the self-attention, for training. o: [R, H, L, D]."""
         x = x + self.sa.proj(o.transpose(1, 2).flatten(-2)) * gamma1
         x = x + self.ca(self.ca_norm(x), *cross, mask)
         return x + self.ffn(modulate(x, scale2, shift2)) * gamma2

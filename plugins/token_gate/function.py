@@ -1,7 +1,7 @@
 """TokenGate as an ONNX function: positions of the `count` lowest scores, ascending; ties to the smaller index.
 
-    score   [N] float32
-    indices [count] int64
+    score   [N] float32, or [B, N]: every row for itself
+    indices [count] int64, or [B, count]
 
 The second TopK sorts the chosen positions; they pass through float32, exact below 2^24, since some hosts have no
 TopK of integers.
@@ -19,9 +19,9 @@ _BODY = """
 TokenGate <count, plugin_namespace, plugin_version> (score) => (indices)
 {
     k = Constant <value_ints: ints = @count> ()
-    lowest, chosen = TopK <axis = 0, largest = 0, sorted = 1> (score, k)
+    lowest, chosen = TopK <axis = -1, largest = 0, sorted = 1> (score, k)
     positions = Cast <to = 1> (chosen)
-    ascending, order = TopK <axis = 0, largest = 0, sorted = 1> (positions, k)
+    ascending, order = TopK <axis = -1, largest = 0, sorted = 1> (positions, k)
     indices = Cast <to = 7> (ascending)
 }
 """

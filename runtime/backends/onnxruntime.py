@@ -10,7 +10,7 @@ import numpy as np
 
 from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
-from toprovar.runtime.manifest import NUMPY_DTYPES, Graph
+from toprovar.runtime.manifest import NUMPY_DTYPES, Graph, TensorFacts
 
 log = logging.getLogger("toprovar")
 
@@ -34,7 +34,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+def _extents(name: str, facts: TensorFacts) -> tuple[int | str, ...]:
+    """A tensor's shape as a graph writes it: an open axis has a name."""
+    return (f"{name}_length", *facts.shape[1:]) if facts.is_open else facts.shape
+
+
+def _described(tensor: tuple[str, tuple[int | str, ...]] | None) -> str:
     return "no such tensor" if tensor is None else f"{tensor[0]}{list(tensor[1])}"
 
 
@@ -107,7 +112,7 @@ class OnnxRuntimeBackend:
             ("output", graph.outputs, session.get_outputs()),
         ):
             real = {node.name: (node.type, tuple(node.shape)) for node in found}
-            told = {name: (ORT_TYPES[facts.dtype], facts.shape) for name, facts in expected.items()}
+            told = {name: (ORT_TYPES[facts.dtype], _extents(name, facts)) for name, facts in expected.items()}
             for name in sorted(real.keys() | told.keys()):
                 if real.get(name) != told.get(name):
                     raise ToprovarError(
@@ -126,7 +131,7 @@ class OnnxRuntimeBackend:
         binding = session.io_binding()
         for name, facts in graph.inputs.items():
             binding.bind_input(
-                name, "cpu", 0, NUMPY_DTYPES[facts.dtype], facts.shape, self._pointer(inputs, name, facts)
+                name, "cpu", 0, NUMPY_DTYPES[facts.dtype], inputs[name].shape, self._pointer(inputs, name, facts)
             )
         for name, facts in graph.outputs.items():
             binding.bind_output(
@@ -141,7 +146,10 @@ class OnnxRuntimeBackend:
 
     def _pointer(self, arrays: Mapping[str, np.ndarray], name: str, facts) -> int:  # type: ignore[no-untyped-def]
         array = arrays[name]
-        if array.shape != facts.shape or array.dtype != NUMPY_DTYPES[facts.dtype] or not array.flags.c_contiguous:
+        fits = array.shape == facts.shape or (
+            facts.is_open and array.shape[1:] == facts.shape[1:] and len(array) <= facts.shape[0]
+        )
+        if not fits or array.dtype != NUMPY_DTYPES[facts.dtype] or not array.flags.c_contiguous:
             raise ValueError(
                 f"{name}: {array.dtype}{list(array.shape)} given, contiguous {facts.dtype}{list(facts.shape)} expected"
             )

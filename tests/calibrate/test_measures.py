@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from toprovar.calibrate.measures import (
-    low_entropy_ratio,
     otsu_threshold,
     psnr_db,
     rank_correlation,
     singular_ratio,
     ssim,
 )
+from toprovar.runtime.decisions import low_entropy_ratio
 
 
 def test_low_entropy_ratio_is_the_share_below_the_mean():

@@ -11,7 +11,10 @@ import onnx
 import pytest
 from conftest import GUIDANCE, SCHEDULE, pruning_plan, tiny_model
 from helpers import open_pipeline
+from made_statistics import statistics_of
 
+from toprovar.calibrate.fitting import fit_plan
+from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, export_graphs
 from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.model import published_without_weights
@@ -178,3 +181,22 @@ def test_a_full_size_model_exports_its_graphs_in_little_time_and_memory(tmp_path
 def test_watched_graphs_export_alone_too(tiny, tmp_path):
     facts = export_graphs(BundleGraphs(tiny, pruning_plan(tiny), OPTIONS), tmp_path / "g")
     assert facts["graphs"] == len(list((tmp_path / "g").glob("*.onnx")))
+
+
+def test_a_full_size_model_with_many_decisions_needs_few_graphs():
+    """LD-Pruning on 2B: seven rungs at three scales, with and without unconditional rows, beside 13 dense steps."""
+    model = published_without_weights("infinity-2b")
+    plan = fit_plan("ld_pruning", statistics_of(), model.backbone, MethodSettings())
+    graphs = BundleGraphs(model, plan, StepOptions(compute="bf16"))
+    by_scale = {}
+    for file, route, _ in graphs.variants()["planned"]:
+        by_scale.setdefault(route.scale, set()).add(file)
+    assert [len(by_scale[k]) for k in range(13)] == [1] * 10 + [14, 14, 14]
+    widest = max(
+        (route for _, route, _ in graphs.variants()["planned"] if route.scale == 12), key=lambda r: (r.counts, r.guided)
+    )
+    assert widest.open_past
+    assert set(widest.past) == {6425}
+    builder = graphs.step(widest)
+    assert builder.signature("inputs")["k_past_31"].is_open
+    assert builder.signature("inputs")["k_past_31"].shape == (6425, 2, 16, 128)

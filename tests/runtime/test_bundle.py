@@ -94,8 +94,8 @@ def test_a_name_too_long_for_the_file_system_is_one_message():
         ('{"schema_version": NaN}', "NaN is not a JSON number"),
         ("[" * 100_000, "not valid JSON"),
         ("[]", "manifest.json"),
-        ('{"tool_version": "0"}', "has no schema_version; expected 1"),
-        ('{"schema_version": 2}', "schema version 2; this toprovar reads version 1"),
+        ('{"tool_version": "0"}', "has no schema_version; expected 2"),
+        ('{"schema_version": 1}', "schema version 1; this toprovar reads version 2"),
     ],
 )
 def test_an_unreadable_manifest_says_why(bundle, text, message):

@@ -229,7 +229,7 @@ def test_weights_beyond_the_range_of_the_number_format_are_named(model, tmp_path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 9}, "schema version 9; this toprovar reads version 1"),
+        ({"schema_version": 9}, "schema version 9; this toprovar reads version 2"),
         ({"surprise": 1}, "surprise"),
         ({"tool_version": ["../../etc"]}, "tool_version"),
         ({"backbone": {"family": "infinity", "layers": 8, "width": 32, "heads": 2, "bits": 8}}, "layers 8 in the plan"),

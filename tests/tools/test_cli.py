@@ -282,7 +282,7 @@ def interrupt(*arguments, **options):
 @pytest.mark.parametrize(
     ("command", "where"),
     [
-        ("calibrate", "toprovar.calibrate.statistics.ssim"),
+        ("calibrate", "toprovar.calibrate.prompt_run.ssim"),
         ("calibrate", "toprovar.tools.calibration.write_report"),
         ("calibrate", "os.replace"),
         ("export", "toprovar.exporter.bundle_writer.BundleGraphs.step"),

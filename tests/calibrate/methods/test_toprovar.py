@@ -4,12 +4,15 @@ import math
 
 import numpy as np
 import pytest
+from made_statistics import backbone_of, statistics_of
 
 from toprovar.calibrate.fitting import fit_plan
+from toprovar.calibrate.methods.common import keep_count
 from toprovar.calibrate.methods.settings import MethodSettings
-from toprovar.calibrate.methods.toprovar import fit_depth, fit_layers, keep_count
+from toprovar.calibrate.methods.toprovar import fit_depth, fit_layers
 from toprovar.calibrate.statistics import Statistics, guard_scale
 from toprovar.exporter.schedules import TEMPLATES, schedule_for
+from toprovar.runtime.decisions import RhoDecision
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.plan import Backbone
 
@@ -154,3 +157,65 @@ def test_a_target_out_of_reach_says_what_is_in_reach():
 def test_settings_that_contradict_the_model_are_named(method, settings, message):
     with pytest.raises(ToprovarError, match=message):
         fit_plan(method, made(), BACKBONE, settings)
+
+
+# -- stages and adaptive depth -----------------------------------------------------------------------------------------
+
+FULL = backbone_of(32)
+
+
+def full_size(**settings):
+    """Six Global layers of 32, pruning behind scale 9, the last two scales skipped: the paper's 2B ablation."""
+    return fit_plan("toprovar", statistics_of(), FULL, MethodSettings(preset="paper", scale_depth=9, **settings))
+
+
+def test_the_stages_reproduce_the_rows_of_the_ablation():
+    """Work as the paper's arithmetic has it: 2521 tokens up to 32x32, 1600 behind them."""
+    work = {
+        stages: full_size(options={"stages": stages}).token_layer_equivalents
+        for stages in ("none", "scale", "scale,token", "scale,layer", "scale,layer,token")
+    }
+    assert work["none"] == work["scale"] == 2521  # a given depth; without one, `none` looks at nothing (below)
+    assert work["scale,layer"] == pytest.approx(2521 + 1600 * 6 / 32)
+    R = fit_layers(statistics_of().singular_ratio).R[3]
+    kept = keep_count(1600, 0.9 * R)
+    assert work["scale,layer,token"] == pytest.approx(2521 + 1600 * 6 / 32 + kept * 26 / 32)
+    assert work["scale,token"] == pytest.approx(2521 + 1600 / 32 + keep_count(1600, 0.9) * 31 / 32)
+    assert work["scale,layer"] < work["scale,layer,token"]
+    plan = full_size(options={"stages": "scale,layer"})
+    assert set(plan.counts(10)) == {0, 1600}
+    assert plan.score.source_layer == {10: {}}
+
+
+def test_without_stages_the_exit_is_the_guard_scale_for_all():
+    plan = fit_plan("toprovar", made(), BACKBONE, MethodSettings(options={"stages": "none"}))
+    assert plan.skip_scales == (6, 7, 8, 9)
+    assert fit_plan("toprovar", made(), BACKBONE, MethodSettings(options={"stages": "scale"})).skip_scales == (8, 9)
+
+
+def test_each_picture_may_have_its_own_depth():
+    rho = np.stack([np.full(10, 0.6)] * 3)
+    rho[0, 6:], rho[1, 7:] = 0.3, 0.3  # D = 6, D = 7, never
+    stats = made(prompts=3)
+    stats.rho[:] = rho
+    settings = MethodSettings(tau=0.4, direction="le", options={"depth": "adaptive"})
+    plan = fit_plan("toprovar", stats, BACKBONE, settings)
+    decision = plan.decision(RhoDecision)
+    assert decision.paths == {6: "D = 6", 7: "D = 7"}
+    assert decision.layers == tuple(range(LAYERS))
+    assert not plan.keep
+    for depth, name in decision.paths.items():
+        path, static = plan.on_path(name), fit_plan(
+            "toprovar", stats, BACKBONE, MethodSettings(tau=0.4, direction="le", scale_depth=depth)
+        )  # fmt: skip
+        assert path.keep == static.keep
+        assert path.restore == static.restore
+    work = [plan.on_path(name).token_layer_equivalents for name in decision.paths.values()] + [2521]
+    assert plan.expected_speedup == pytest.approx(2521 / np.mean(work), abs=1e-5)
+    with pytest.raises(ToprovarError, match="one depth for all"):
+        fit_plan("toprovar", stats, BACKBONE, MethodSettings(target_speedup=1.5, options={"depth": "adaptive"}))
+
+
+def test_stages_that_do_not_exist_are_refused():
+    with pytest.raises(ToprovarError, match=r"option stages.1 of method toprovar"):
+        full_size(options={"stages": "scale,head"})
