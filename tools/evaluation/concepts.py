@@ -34,7 +34,7 @@ class _Entry(BaseModel):
 class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: Literal[1]
+    schema_version: Literal[1] = 1
     concepts: Annotated[tuple[_Entry, ...], Field(min_length=1, max_length=10_000)]
 
 
