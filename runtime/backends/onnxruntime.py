@@ -30,6 +30,12 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def usable_threads(asked: int) -> int:
+    """How many threads a backend takes of those asked for: at most one per core, all cores for 0."""
+    cores = _usable_cores()
+    return min(asked, cores) or cores
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
@@ -64,10 +70,9 @@ class OnnxRuntimeBackend:
             )
         self._ort = onnxruntime
         self._bundle = bundle
-        cores = _usable_cores()
-        if threads > cores:  # more threads than cores wait for each other: minutes instead of a second
-            log.warning("%d threads asked for; %d are used, one per core", threads, cores)
-        self.threads = min(threads, cores) or cores
+        self.threads = usable_threads(threads)
+        if threads > self.threads:  # more threads than cores wait for each other: minutes instead of a second
+            log.warning("%d threads asked for; %d are used, one per core", threads, self.threads)
         weights_file = bundle.manifest.files[bundle.manifest.weights_file].sha256
         if shared is not None and (shared._weights_sha256, shared.threads) == (weights_file, self.threads):
             self.weights, self._values, self._sessions = shared.weights, shared._values, shared._sessions

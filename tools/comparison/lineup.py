@@ -1,0 +1,162 @@
+"""What is compared: plan files, and methods by name, each also with a preset and a target: `fastvar:paper@3`."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from toprovar.calibrate.fitting import check_settings, fit_plan
+from toprovar.calibrate.methods import METHODS
+from toprovar.calibrate.methods.settings import MethodSettings
+from toprovar.runtime.errors import ToprovarError
+from toprovar.runtime.plan import Plan, load_plan
+from toprovar.tools.evaluation.plans import name_of_plan
+
+if TYPE_CHECKING:
+    from toprovar.calibrate.statistics import Statistics
+    from toprovar.exporter.model import Model
+
+DENSE = "dense"
+TARGETS = (1.5, 2.0, 3.0)  # token-layer speed-ups that every method is asked for where nothing is named
+Preset = Literal["full", "paper"]
+_FORM = re.compile(r"(?P<method>[^:@]+)(?::(?P<preset>[^@]*))?(?:@(?P<target>.*))?")
+_HINT = "write NAME, NAME@TARGET or NAME:paper@TARGET, such as toprovar@2"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """name: what tables call it; path: a plan file, or None for a method that is fitted."""
+
+    name: str
+    path: Path | None = None
+    method: str = ""
+    preset: Preset = "full"
+    target: float | None = None
+
+    @property
+    def settings(self) -> MethodSettings:
+        return MethodSettings(preset=self.preset, target_speedup=self.target)
+
+
+def contestant_of_method(text: str) -> Contestant:
+    """Raises: ToprovarError for an unknown method or preset, with the nearest name, or a target that is none."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise ToprovarError(f"--method {text!r} names no method", _HINT)
+    method, preset, target_text = match["method"], match["preset"], match["target"]
+    if method == DENSE:
+        raise ToprovarError("--method dense: dense is always drawn", "leave it out")
+    if preset is not None and preset not in get_args(Preset):
+        near = difflib.get_close_matches(preset, get_args(Preset), 1)
+        raise ToprovarError(f"--method {text}: unknown preset {preset}", f"did you mean {near[0]}?" if near else _HINT)
+    target = None
+    if target_text is not None:
+        try:
+            target = float(target_text)
+        except ValueError:
+            raise ToprovarError(f"--method {text}: {target_text!r} is not a number", _HINT) from None
+        if not (math.isfinite(target) and target >= 1):
+            raise ToprovarError(f"--method {text}: the target speed-up is {target:g}; expected 1 or more", _HINT)
+    found = Contestant(text, None, method, preset or "full", target)  # type: ignore[arg-type]
+    check_settings(method, found.settings)
+    return found
+
+
+def contestant_of_file(path: Path) -> Contestant:
+    """Raises: ToprovarError if there is no such file."""
+    if not path.is_file():
+        raise ToprovarError(f"--plan {path} is not a file", "pass a plan.json; methods are named with --method")
+    return Contestant(name_of_plan(path), path)
+
+
+def every_method() -> list[Contestant]:
+    """All methods of the registry but dense: at every target where they have one, as published where that is known."""
+    texts = []
+    for name, method in METHODS.items():
+        if name == DENSE:
+            continue
+        texts += [f"{name}@{target:g}" for target in TARGETS] if method.is_tunable else [name]
+        if "preset" in method.reads:
+            texts.append(f"{name}:paper")
+        elif method.is_tunable and name != "fixed_exit":  # one whose own setting is published, as SkipVAR's threshold
+            texts.append(name)
+    return [contestant_of_method(text) for text in texts]
+
+
+def lineup(plans: Sequence[Path], methods: Sequence[str]) -> list[Contestant]:
+    """Raises: ToprovarError if two would have one name, or one is called dense."""
+    if not plans and not methods:
+        return every_method()
+    found = [*(contestant_of_file(path) for path in plans), *(contestant_of_method(text) for text in methods)]
+    for i, one in enumerate(found):
+        if one.name == DENSE or any(one.name == other.name for other in found[:i]):
+            raise ToprovarError(
+                f"there is already a variant named {one.name}",
+                "name the plan files apart, and give every method once; dense is always drawn",
+            )
+    return found
+
+
+def load_files(contestants: Sequence[Contestant], model: Model) -> dict[str, Plan]:
+    """The plan files. Raises: ToprovarError for a damaged plan, or one of another model; names the file."""
+    plans = {}
+    for one in contestants:
+        if one.path is None:
+            continue
+        plan = load_plan(one.path)
+        try:
+            plan.check_backbone(model.backbone, model.schedule)
+        except ToprovarError as error:
+            raise ToprovarError(f"{one.path}: {error.message}", error.hint) from None
+        plans[one.name] = plan
+    return plans
+
+
+def needs_of(contestants: Sequence[Contestant]) -> set[str]:
+    """Further statistics that the fitted ones read."""
+    return {need for one in contestants if one.path is None for need in METHODS[one.method].needs}
+
+
+def fit_all(
+    contestants: Sequence[Contestant],
+    files: dict[str, Plan],
+    model: Model,
+    stats: Statistics | None,
+    is_asked: bool,
+) -> tuple[dict[str, Plan], list[dict[str, str]]]:
+    """Plans by name in the order of the lineup, and those left out with the reason.
+
+    is_asked: the user named them, so that a target out of reach is an error; otherwise it is a reason. So is a plan
+              that decides the same as one before it.
+    """
+    plans: dict[str, Plan] = {}
+    left_out = []
+    for one in contestants:
+        if one.path is not None:
+            plans[one.name] = files[one.name]
+            continue
+        assert stats is not None
+        try:
+            plan = fit_plan(one.method, stats, model.backbone, one.settings)
+        except ToprovarError as error:
+            if is_asked:
+                raise
+            left_out.append({"name": one.name, "reason": error.message})
+            continue
+        twin = next((name for name, other in plans.items() if _decides(other) == _decides(plan)), None)
+        if twin is not None and not is_asked:
+            left_out.append({"name": one.name, "reason": f"the same plan as {twin}"})
+            continue
+        plan.check_backbone(model.backbone, model.schedule)
+        plans[one.name] = plan
+    return plans, left_out
+
+
+def _decides(plan: Plan) -> str:
+    """Everything that a picture depends on."""
+    return plan.model_dump_json(exclude={"calib", "preset", "layers", "D"})
