@@ -410,8 +410,8 @@ def compare(
         list[str] | None,
         typer.Option(
             "--method",
-            help="NAME, NAME@TARGET or NAME:paper@TARGET, such as fastvar@2; repeatable. Without plans and methods: "
-            "all methods at 1.5, 2 and 3 times less work, and as published.",
+            help="NAME[:SETTING,...][@TARGET], such as fastvar@2 or toprovar:paper,scale_depth=6; repeatable. "
+            "Without plans and methods: all methods at 1.5, 2 and 3 times less work, and as published.",
         ),
     ] = None,
     calibration: Annotated[

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from toprovar.runtime.pipeline import Result
     from toprovar.runtime.plan import Plan
     from toprovar.tools.comparison.records import Drawn, DrawnJournal
-    from toprovar.tools.evaluation.ground_truth import GroundTruth
+    from toprovar.tools.evaluation.ground_truth import Judge
     from toprovar.tools.evaluation.pictures import BundleMaker
 
 SCHEMA_VERSION = 1
@@ -134,7 +134,7 @@ class _Comparison:
         request: ComparisonRequest,
         model: Model,
         guidance: Guidance,
-        truth: GroundTruth | None,
+        truth: Judge | None,
         plans: dict[str, Plan],
         asked: list[Asked],
         journal: DrawnJournal,
@@ -309,7 +309,9 @@ def dry_run(request: ComparisonRequest, quiet: bool = False) -> dict[str, Any]:
         variants.append(
             {
                 "name": one.name,
-                "tle_speedup": round(load_plan(one.path).expected_speedup, 4) if one.path else one.target,
+                "tle_speedup": round(load_plan(one.path).expected_speedup, 4)
+                if one.path
+                else one.settings.target_speedup,
                 "is_fitted": one.path is None,
             }
         )
@@ -349,7 +351,7 @@ def run_comparison(request: ComparisonRequest) -> dict[str, Any]:
     from toprovar.tools.comparison.page import compare_page
     from toprovar.tools.comparison.records import DrawnJournal
     from toprovar.tools.comparison.table import markdown
-    from toprovar.tools.evaluation.ground_truth import ground_truth_folder, load_ground_truth
+    from toprovar.tools.evaluation.ground_truth import ground_truth_folder, load_judge
 
     started = time.perf_counter()
     contestants = lineup(request.plans, request.methods)
@@ -359,7 +361,7 @@ def run_comparison(request: ComparisonRequest) -> dict[str, Any]:
     journal = DrawnJournal(request.out / JOURNAL_FILE, request.resume)
     if journal.damaged:
         console.say(f"warning: {journal.damaged} unfinished line of {journal.path} was dropped; its picture is redrawn")
-    truth = load_ground_truth(ground_truth_folder(request.model)) if request.prompts is None else None
+    truth = load_judge(ground_truth_folder(request.model)) if request.prompts is None else None
     model = load_model(request.model)
     guidance = model.guidance()
     files = load_files(contestants, model)
@@ -389,15 +391,25 @@ def run_comparison(request: ComparisonRequest) -> dict[str, Any]:
 
 
 def print_comparison(document: dict[str, Any]) -> None:
-    """The table on stdout, and what wins."""
-    from toprovar.tools.comparison.table import HEADER, row_of
+    """The numbers without intervals on stdout, and what wins."""
     from toprovar.tools.comparison.winners import sentence
 
-    table = Table(title=f"{document['prompts']['count']} prompts against dense, same noise [95 %]")
-    for i, name in enumerate(HEADER):
-        table.add_column(name, justify="right" if i else "left")
+    table = Table(title=f"{document['prompts']['count']} prompts against dense, same noise")
+    table.add_column("plan")
+    for name in ("TLE", "wall-clock", "steps ms", "SSIM", "PSNR dB", "equal bits", "adherence"):
+        table.add_column(name, justify="right")
     for variant in document["variants"]:
-        table.add_row(*row_of(variant))
+        bits, adherence = variant["equal_bits"]["share"], variant["adherence"]
+        table.add_row(
+            variant["name"],
+            f"{variant['tle']['taken']:.2f}",
+            f"{variant['steps_ms']['speedup']:.2f}",
+            f"{variant['steps_ms']['median']:.0f}",
+            f"{variant['ssim']['mean']:.3f}",
+            f"{variant['psnr_db']['mean']:.1f}",
+            "–" if bits is None else f"{bits:.3f}",
+            f"{adherence['share']:.3f}" if adherence else "–",
+        )
     console.out.print(table)
     for entry in document["winners"]:
         console.out.print(sentence(entry))

@@ -1,4 +1,4 @@
-"""What is compared: plan files, and methods by name, each also with a preset and a target: `fastvar:paper@3`."""
+"""What is compared: plan files, and methods by name, also with settings and a target: `fastvar:paper@3`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import difflib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from toprovar.calibrate.fitting import check_settings, fit_plan
 from toprovar.calibrate.methods import METHODS
@@ -23,48 +23,83 @@ if TYPE_CHECKING:
 
 DENSE = "dense"
 TARGETS = (1.5, 2.0, 3.0)  # token-layer speed-ups that every method is asked for where nothing is named
-Preset = Literal["full", "paper"]
-_FORM = re.compile(r"(?P<method>[^:@]+)(?::(?P<preset>[^@]*))?(?:@(?P<target>.*))?")
-_HINT = "write NAME, NAME@TARGET or NAME:paper@TARGET, such as toprovar@2"
+PRESETS = ("full", "paper")
+NUMBERS: dict[str, type] = {
+    "tau": float, "scale_depth": int, "beta": float, "global_layers": int, "alpha_min": float, "alpha_max": float,
+    "phi_floor": float,
+}  # fmt: skip
+CHOICES = {
+    "direction": ("auto", "le", "ge"),
+    "restore": ("identity", "cached_residual", "prev_residual"),
+    "resample": ("bilinear", "area"),
+}
+_FORM = re.compile(r"(?P<method>[^:@]+)(?::(?P<words>[^@]*))?(?:@(?P<target>.*))?")
+_HINT = "write NAME, NAME@TARGET, NAME:paper@TARGET or NAME:SETTING=VALUE@TARGET, such as toprovar:scale_depth=6@2"
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """name: what tables call it; path: a plan file, or None for a method that is fitted."""
+    """name: what tables call it; path: a plan file, or None for a method that is fitted with `settings`."""
 
     name: str
     path: Path | None = None
     method: str = ""
-    preset: Preset = "full"
-    target: float | None = None
-
-    @property
-    def settings(self) -> MethodSettings:
-        return MethodSettings(preset=self.preset, target_speedup=self.target)
+    settings: MethodSettings = field(default_factory=MethodSettings)
 
 
 def contestant_of_method(text: str) -> Contestant:
-    """Raises: ToprovarError for an unknown method or preset, with the nearest name, or a target that is none."""
+    """NAME[:WORD,...][@TARGET]; a word is a preset, a setting of `MethodSettings` or an option of the method.
+
+    Raises: ToprovarError for an unknown method, preset or option, with the nearest name, or a value that does not fit.
+    """
     match = _FORM.fullmatch(text)
     if match is None:
         raise ToprovarError(f"--method {text!r} names no method", _HINT)
-    method, preset, target_text = match["method"], match["preset"], match["target"]
+    method, words, target = match["method"], match["words"], match["target"]
     if method == DENSE:
         raise ToprovarError("--method dense: dense is always drawn", "leave it out")
-    if preset is not None and preset not in get_args(Preset):
-        near = difflib.get_close_matches(preset, get_args(Preset), 1)
-        raise ToprovarError(f"--method {text}: unknown preset {preset}", f"did you mean {near[0]}?" if near else _HINT)
-    target = None
-    if target_text is not None:
-        try:
-            target = float(target_text)
-        except ValueError:
-            raise ToprovarError(f"--method {text}: {target_text!r} is not a number", _HINT) from None
-        if not (math.isfinite(target) and target >= 1):
-            raise ToprovarError(f"--method {text}: the target speed-up is {target:g}; expected 1 or more", _HINT)
-    found = Contestant(text, None, method, preset or "full", target)  # type: ignore[arg-type]
-    check_settings(method, found.settings)
+    values: dict[str, Any] = {}
+    options: dict[str, str] = {}
+    for word in [] if words is None else words.split(","):
+        name, equals, value = word.partition("=")
+        key = name if equals else "preset"
+        if key in values or key in options:
+            raise ToprovarError(f"--method {text}: {key} is given twice", "give it once")
+        if not equals:
+            values[key] = _one_of(PRESETS, word, f"--method {text}: unknown preset {word}")
+        elif key in NUMBERS:
+            values[key] = _number(NUMBERS[key], value, text)
+        elif key in CHOICES:
+            values[key] = _one_of(CHOICES[key], value, f"--method {text}: unknown {key} {value}")
+        else:
+            options[key] = value
+    if target is not None:
+        values["target_speedup"] = _number(float, target, text)
+        if values["target_speedup"] < 1:
+            raise ToprovarError(f"--method {text}: the target speed-up is {target}; expected 1 or more", _HINT)
+    settings = MethodSettings(**values, options=options)
+    check_settings(method, settings)
+    return Contestant(text, None, method, settings)
+
+
+def _one_of(known: Sequence[str], found: str, message: str) -> str:
+    if found not in known:
+        near = difflib.get_close_matches(found, known, 1)
+        raise ToprovarError(message, f"did you mean {near[0]}?" if near else f"choose from: {', '.join(known)}")
     return found
+
+
+def _number(kind: type, value: str, text: str) -> float | int:
+    try:
+        number = kind(value)
+    except ValueError:
+        raise ToprovarError(f"--method {text}: {value!r} is not {_KINDS[kind]}", _HINT) from None
+    if not (math.isfinite(number) and number >= 0):
+        raise ToprovarError(f"--method {text}: {value} is out of range; expected 0 or more", _HINT)
+    return number
+
+
+_KINDS = {int: "a whole number", float: "a number"}
 
 
 def contestant_of_file(path: Path) -> Contestant:
@@ -145,7 +180,7 @@ def fit_all(
             plan = fit_plan(one.method, stats, model.backbone, one.settings)
         except ToprovarError as error:
             if is_asked:
-                raise
+                raise ToprovarError(f"{one.name}: {error.message}", error.hint) from None
             left_out.append({"name": one.name, "reason": error.message})
             continue
         twin = next((name for name, other in plans.items() if _decides(other) == _decides(plan)), None)

@@ -5,6 +5,7 @@ python -m toprovar.tools.comparison.table docs/data/demo_compare.json [--into do
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,6 +102,13 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def with_chart(document: Mapping[str, Any], chart: str) -> str:
+    """`markdown` under a picture of the frontier. chart: its address as seen from the page."""
+    return (
+        f"![SSIM and adherence over token-layer speed-up and over wall-clock speed-up]({chart})\n\n{markdown(document)}"
+    )
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -115,12 +123,15 @@ def table(
 
     def work() -> None:
         document = read_results(results, KEYS, "toprovar compare")
-        show(results, into, BLOCK, markdown(document))
+        content = markdown(document)
         if chart is not None:
             from toprovar.tools.comparison.charts import chart_bytes
 
             write_bytes(chart, chart_bytes(document, chart.suffix.lstrip(".")))
             console.say(f"wrote {chart}")
+            folder = into.parent if into else Path()
+            content = with_chart(document, Path(os.path.relpath(chart, folder)).as_posix())
+        show(results, into, BLOCK, content)
 
     code = console.run_command(work, verbose)
     if code:
