@@ -21,7 +21,7 @@ from toprovar.tools.evaluation.concepts import read_concepts
 
 PROMPTS = 2
 CONCEPTS = read_concepts(PACKAGED["demo"])
-METHODS = ("--method", "fixed_exit:scale_depth=5", "--method", "skipvar:decision_scale=4")
+METHODS = ("--method", "fixed_exit:scale_depth=5", "--method", "skipvar:decision_scale=5")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def calibration(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("calibration")
-    done("calibrate", folder, "-o", out, "--limit", 2, "--method", "skipvar", "--set", "decision_scale=4")
+    done("calibrate", folder, "-o", out, "--limit", 2, "--method", "skipvar", "--set", "decision_scale=5")
     return out
 
 
@@ -79,7 +79,7 @@ def test_table_chart_page_and_results_are_written(finished):
     out, document, told = finished
     assert json.loads((out / "compare.json").read_text()) == document
     names = [variant["name"] for variant in document["variants"]]
-    assert names == ["dense", "half", "fixed_exit:scale_depth=5", "skipvar:decision_scale=4"]
+    assert names == ["dense", "half", "fixed_exit:scale_depth=5", "skipvar:decision_scale=5"]
     dense, half, exited, _ = document["variants"]
     assert dense["ssim"]["mean"] == 1
     assert dense["equal_bits"]["share"] == 1
@@ -97,7 +97,7 @@ def test_table_chart_page_and_results_are_written(finished):
     assert "warning: 2 pictures per plan" in told
     written = (out / "compare.md").read_text()
     assert written == table.markdown(document)
-    assert written.count("\n| ") == len(names) + 1
+    assert written.count("\n| ") + written.count("\n|--") == len(names) + 1
     page = (out / "compare.html").read_text()
     assert page.count("<img ") == len(names) * PROMPTS
     assert not re.search(r"(src|href)=\"(?!data:|#)", page)
@@ -124,7 +124,7 @@ def test_paths_that_are_taken_count_as_they_were(finished):
     dense = document["variants"][0]["raw"]["work_tokens"][0]
     for work, decisions in zip(skip["raw"]["work_tokens"], skip["raw"]["decisions"], strict=True):
         (scale, what, path), *_ = decisions
-        assert (scale, what) == (4, "path")
+        assert (scale, what) == (5, "path")
         assert (work == dense) == (path == "main")
 
 

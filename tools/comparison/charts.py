@@ -47,15 +47,19 @@ def _bars(point: Point) -> list[list[float]]:
     return [[max(0.0, value - low)], [max(0.0, high - value)]]
 
 
-def _draw(axes: Axes, groups: Mapping[str, Sequence[Variant]], x: str, y: str) -> None:
-    """groups: {method: variants}; a line joins those of a method from gentle to strong."""
+def _draw(axes: Axes, groups: Mapping[tuple[str, str], Sequence[Variant]], x: str, y: str) -> None:
+    """groups: {(method, preset): variants}; a line joins those of a group from gentle to strong."""
     at, of = X_AXES[x], Y_AXES[y]
-    for method, variants in groups.items():
+    named = set()
+    for (method, preset), variants in groups.items():
         colour, marker = LOOKS.get(method, OTHER)
+        is_paper = preset == "paper"
         order = sorted(variants, key=lambda v: at(v)[0])
-        axes.plot([at(v)[0] for v in order], [of(v)[0] for v in order], color=colour, linewidth=0.9, alpha=0.55)
-        for i, variant in enumerate(order):
+        line = {"color": colour, "linewidth": 0.9, "alpha": 0.55, "linestyle": (0, (2, 2)) if is_paper else "-"}
+        axes.plot([at(v)[0] for v in order], [of(v)[0] for v in order], **line)
+        for variant in order:
             across, up = at(variant), of(variant)
+            label = METHODS[method].title if method in METHODS else method
             axes.errorbar(
                 [across[0]],
                 [up[0]],
@@ -64,12 +68,15 @@ def _draw(axes: Axes, groups: Mapping[str, Sequence[Variant]], x: str, y: str) -
                 fmt=marker,
                 color=colour,
                 markersize=5,
-                markeredgecolor="white",
-                markeredgewidth=0.5,
+                markerfacecolor="white" if is_paper else colour,
+                markeredgecolor=colour if is_paper else "white",
+                markeredgewidth=1.0 if is_paper else 0.5,
                 elinewidth=0.6,
                 ecolor=(*_rgb(colour), 0.45),
-                label=METHODS[method].title if i == 0 and method in METHODS else (method if i == 0 else None),
+                label=None if is_paper or method in named else label,
             )
+            if not is_paper:
+                named.add(method)
 
 
 def _rgb(colour: str) -> tuple[float, float, float]:
@@ -81,14 +88,15 @@ def _rgb(colour: str) -> tuple[float, float, float]:
 def frontier(document: Mapping[str, Any]) -> Figure:
     """Two charts, or four where adherence is known. Up and to the right is better."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     variants = document["variants"]
     dense = next(v for v in variants if v["name"] == DENSE)
-    groups: dict[str, list[Variant]] = {}
+    groups: dict[tuple[str, str], list[Variant]] = {}
     for variant in variants:
         if variant is not dense:
-            groups.setdefault(variant["method"], []).append(variant)
+            groups.setdefault((variant["method"], variant["preset"]), []).append(variant)
     rows = [y for y in Y_AXES if y == "SSIM to dense" or all(v["adherence"] for v in variants)]
     figure = Figure(figsize=(9.6, 3.6 * len(rows) + 0.5), layout="constrained")
     for row, y in enumerate(rows):
@@ -108,7 +116,10 @@ def frontier(document: Mapping[str, Any]) -> Figure:
             label_axes(axes, x, y)
             axes.grid(axis="x", color="#E6EAEE", linewidth=0.8)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=8, fontsize=8.5, frameon=False, labelcolor=INK)
+    if any(preset == "paper" for _, preset in groups):
+        handles.append(Line2D([], [], marker="o", color=MUTED, markerfacecolor="white", linestyle=(0, (2, 2))))
+        labels.append("hollow: preset paper")
+    figure.legend(handles, labels, loc="outside upper center", ncols=5, fontsize=8.5, frameon=False, labelcolor=INK)
     return figure
 
 

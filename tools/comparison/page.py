@@ -15,8 +15,9 @@ from toprovar.tools.comparison.winners import sentence
 
 TEMPLATE = Path(__file__).with_name("compare.html.j2")
 CAPTION = (
-    "Up and to the right is better. One colour and marker per method, a line from its gentlest to its strongest plan, "
-    "bars: 95 % intervals over prompts. The star and the dashed line are dense."
+    "Up and to the right is better. One colour and marker per method, a line from its gentlest to its strongest plan; "
+    "hollow markers leave out the last two scales (preset paper). Bars: 95 % intervals over prompts. The star and the "
+    "dashed line are dense."
 )
 
 
