@@ -11,7 +11,7 @@ import numpy as np
 from toprovar.calibrate.figures import Chart, page_from_template, picture_uri, svg_from_figure
 from toprovar.tools.comparison.charts import frontier
 from toprovar.tools.comparison.table import HEADER, conditions, row_of
-from toprovar.tools.comparison.winners import sentence
+from toprovar.tools.comparison.winners import counted, sentence
 
 TEMPLATE = Path(__file__).with_name("compare.html.j2")
 CAPTION = (
@@ -45,11 +45,12 @@ def compare_page(document: Mapping[str, Any], pictures: Mapping[str, Sequence[np
                 ],
             }
         )
+    title = f"{counted(len(variants) - 1, 'plan')} against dense, {counted(document['prompts']['count'], 'prompt')}"
     svg = svg_from_figure(frontier(document), "frontier", "Closeness and adherence over speed-ups", 760)
     return page_from_template(
         TEMPLATE,
         {
-            "title": f"{len(variants) - 1} plans against dense, {document['prompts']['count']} prompts",
+            "title": title,
             "sentences": [sentence(entry) for entry in document["winners"]],
             "chart": Chart(svg, CAPTION, wide=True),
             "header": HEADER,

@@ -14,7 +14,7 @@ import typer
 
 from toprovar.runtime.json_files import write_bytes
 from toprovar.tools import console
-from toprovar.tools.comparison.winners import sentence
+from toprovar.tools.comparison.winners import counted, sentence
 from toprovar.tools.evaluation.table import read_results, show
 
 BLOCK = "comparison"
@@ -78,8 +78,8 @@ def conditions(document: Mapping[str, Any]) -> str:
     calibration = document["calibration"]
     fitted = f" Methods fitted to {calibration['prompts']} calibration prompts." if calibration else ""
     return (
-        f"Model {document['model']['name']}, {prompts['count']} prompts ({prompts['source']}), one picture each, first "
-        f"seed {document['seed']}, batch 1; cfg {values['cfg']}, tau {values['tau']}; fp32 on "
+        f"Model {document['model']['name']}, {counted(prompts['count'], 'prompt')} ({prompts['source']}), one picture "
+        f"each, first seed {document['seed']}, batch 1; cfg {values['cfg']}, tau {values['tau']}; fp32 on "
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, ONNX Runtime "
         f"{versions['onnxruntime']}, toprovar {versions['toprovar']}, {document['date']}. Every prompt is drawn dense "
         f"and by every plan in turn, from the same noise, after one warm-up picture each. Clock: the scale steps with "

@@ -80,12 +80,16 @@ def _lag(lead: tuple[float, float, float]) -> dict[str, Any]:
     return {"lag": round(lead[0], 6), "interval": [round(edge, 6) for edge in lead[1:]]}
 
 
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def sentence(entry: Mapping[str, Any]) -> str:
     """An entry in words."""
     best, ours = entry["best"], entry["ours"]
     start = (
         f"At {entry['floor']:g} times by {entry['axis']}, {best['name']} has the best {entry['score']} of "
-        f"{entry['plans']} {'plan' if entry['plans'] == 1 else 'plans'}: {best['value']:.3f} at {best['speedup']:.2f}"
+        f"{counted(entry['plans'], 'plan')}: {best['value']:.3f} at {best['speedup']:.2f}"
     )
     if ours is None:
         return f"{start}; no ToProVAR plan is as fast."
