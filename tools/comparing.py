@@ -236,7 +236,12 @@ class _Comparison:
             about: dict[str, Any] = {"name": name, "method": plan.method if plan else DENSE}
             if plan is not None:
                 stored = json.dumps(_plan_facts(plan), sort_keys=True)
-                about |= {"preset": plan.preset, "plan_sha256": hashlib.sha256(stored.encode()).hexdigest()}
+                about |= {
+                    "preset": plan.preset,
+                    "plan_sha256": hashlib.sha256(stored.encode()).hexdigest(),
+                    "settings": dict(plan.calib.settings),
+                    "warnings": list(plan.calib.warnings),
+                }
             variants.append(variant_facts(self.records(name), dense, plan, about, len(self.model.schedule)))
         everything = [record for name in self.plans for record in self.records(name)]
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -73,16 +74,18 @@ class OnnxRuntimeBackend:
         self.threads = usable_threads(threads)
         if threads > self.threads:  # more threads than cores wait for each other: minutes instead of a second
             log.warning("%d threads asked for; %d are used, one per core", threads, self.threads)
-        weights_file = bundle.manifest.files[bundle.manifest.weights_file].sha256
-        if shared is not None and (shared._weights_sha256, shared.threads) == (weights_file, self.threads):
+        self._weights_sha256: str = bundle.manifest.files[bundle.manifest.weights_file].sha256
+        self.weights: dict[str, np.ndarray]
+        self._values: dict[str, Any]
+        self._sessions: dict[str, Any]  # by digest of the graph
+        if shared is not None and (shared._weights_sha256, shared.threads) == (self._weights_sha256, self.threads):
             self.weights, self._values, self._sessions = shared.weights, shared._values, shared._sessions
         else:
             self.weights = bundle.weights()
             self._values = {
                 name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in self.weights.items()
             }
-            self._sessions: dict[str, object] = {}  # by digest of the graph
-        self._weights_sha256 = weights_file
+            self._sessions = {}
         self._checked: set[str] = set()
 
     @property

@@ -55,7 +55,12 @@ def _draw(axes: Axes, groups: Mapping[tuple[str, str], Sequence[Variant]], x: st
         colour, marker = LOOKS.get(method, OTHER)
         is_paper = preset == "paper"
         order = sorted(variants, key=lambda v: at(v)[0])
-        line = {"color": colour, "linewidth": 0.9, "alpha": 0.55, "linestyle": (0, (2, 2)) if is_paper else "-"}
+        line: dict[str, Any] = {
+            "color": colour,
+            "linewidth": 0.9,
+            "alpha": 0.55,
+            "linestyle": (0, (2, 2)) if is_paper else "-",
+        }
         axes.plot([at(v)[0] for v in order], [of(v)[0] for v in order], **line)
         for variant in order:
             across, up = at(variant), of(variant)

@@ -61,7 +61,7 @@ def drawn_from(
     right: Mapping[str, bool] | None,
 ) -> Drawn:
     """facts: prompt, variant, seed; right: the judge's answers."""
-    times = result.latency_ms
+    times, distances = result.latency_ms, picture_distances(image, dense_image)
     return Drawn(
         **facts,
         steps_ms=round(times["steps"], 3),
@@ -69,7 +69,8 @@ def drawn_from(
         decode_ms=round(times["decode"], 3),
         scale_ms=[round(step.latency_ms, 3) for step in result.steps],
         work_tokens=round(work_of(result.steps, layers), 4),
-        **picture_distances(image, dense_image),
+        ssim=distances["ssim"],
+        psnr_db=distances["psnr_db"],
         bits=equal_bits(result.bits, dense.bits),
         decisions=[
             [scale, what, round(value, 6) if isinstance(value, float) else value]
