@@ -272,6 +272,7 @@ class _Comparison:
                 "prompts": len(stats.prompts),
                 "prompts_sha256": calibration_digest(stats.prompts),
                 "stats_sha256": stats.digest,
+                "prompts_shared": len(set(stats.prompts) & {one.text for one in self.asked}),
             },
             "intervals": INTERVALS,
             "apart_ms_median": {

@@ -15,6 +15,7 @@ from toprovar.calibrate.methods import METHODS
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.plan import Plan, dense_plan, load_plan
+from toprovar.tools.evaluation.kept_pictures import file_name_of
 from toprovar.tools.evaluation.plans import name_of_plan
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ def lineup(plans: Sequence[Path], methods: Sequence[str]) -> list[Contestant]:
         return every_method()
     found = [*(contestant_of_file(path) for path in plans), *(contestant_of_method(text) for text in methods)]
     for i, one in enumerate(found):
-        if one.name == DENSE or any(one.name == other.name for other in found[:i]):
+        name = file_name_of(one.name)
+        if name == DENSE or any(name == file_name_of(other.name) for other in found[:i]):
             raise ToprovarError(
                 f"there is already a variant named {one.name}",
                 "name the plan files apart, and give every method once; dense is always drawn",

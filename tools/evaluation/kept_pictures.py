@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from PIL import Image
 
 
+def file_name_of(variant: str) -> str:
+    """A variant's name as a file's: what not every file system takes becomes a dash."""
+    return re.sub(r"[^\w.@=,+-]", "-", variant)
+
+
 def picture_path(out: Path, prompt: int, variant: str) -> Path:
-    """variant: its name; what file names cannot hold everywhere becomes a dash."""
-    return out / "pictures" / f"{prompt:03d}_{variant.replace(':', '-')}.png"
+    return out / "pictures" / f"{prompt:03d}_{file_name_of(variant)}.png"
 
 
 def is_picture_of(path: Path, identity: str) -> bool:

@@ -21,6 +21,7 @@ from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.noise import uniform_noise
 from toprovar.runtime.pipeline import Pipeline, Result, picture_from_image
 from toprovar.runtime.plan import Plan
+from toprovar.tools.evaluation.kept_pictures import file_name_of
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,7 @@ class BundleMaker:
         shared: OnnxRuntimeBackend | None = None
         with console.progress("export") as advance:
             for done, (name, plan) in enumerate(plans.items() or ((DENSE, None),)):
-                place = folder / name.replace(":", "-")
+                place = folder / file_name_of(name)
                 export_bundle(model, place, guidance, options, plan, model.schedule)
                 bundle = open_bundle(place, verify=False)
                 backend = OnnxRuntimeBackend(bundle, threads, shared)

@@ -74,7 +74,12 @@ def test_every_method_of_the_registry_is_in_the_default_lineup_at_every_target()
 
 def test_two_of_one_name_are_refused(tmp_path):
     (tmp_path / "dense.json").write_text("{}")
-    for plans, methods in (((), ("fastvar", "fastvar")), ((tmp_path / "dense.json",), ())):
+    (tmp_path / "fastvar-paper.json").write_text("{}")  # its bundle would stand in the folder of fastvar:paper
+    for plans, methods in (
+        ((), ("fastvar", "fastvar")),
+        ((tmp_path / "dense.json",), ()),
+        ((tmp_path / "fastvar-paper.json",), ("fastvar:paper",)),
+    ):
         with pytest.raises(ToprovarError, match="there is already a variant named"):
             lineup(plans, methods)
     with pytest.raises(ToprovarError, match="is not a file"):
