@@ -102,13 +102,18 @@ def new_axes(width_in: float = 4.8, height_in: float = 2.8) -> tuple[Figure, Axe
 
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
     axes = figure.add_subplot()
+    style_axes(axes)
+    return figure, axes
+
+
+def style_axes(axes: Axes) -> None:
+    """The reports' style: no frame, faint lines, small numbers."""
     axes.tick_params(labelsize=8.5, colors=INK, length=3, color=FAINT)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(FAINT)
     axes.set_axisbelow(True)
-    return figure, axes
 
 
 def label_axes(axes: Axes, x: str, y: str, grid: bool = True) -> None:

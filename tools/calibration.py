@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +19,8 @@ from toprovar.calibrate.statistics import Statistics, collect_statistics, read_p
 from toprovar.calibrate.targets import plan_for_ssim
 from toprovar.exporter.model import Model, load_model
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.json_files import check_folder
+from toprovar.runtime.guidance import Guidance
+from toprovar.runtime.json_files import check_folder, read_json
 from toprovar.runtime.noise import MAX_SEED, check_seed
 from toprovar.runtime.plan import Plan, save_plan
 from toprovar.runtime.version import VERSION
@@ -44,6 +48,7 @@ class CalibrationRequest:
     resume: bool = True
 
 
+DEFAULT_PROMPTS = 12  # shipped ones that plans are fitted to where no calibration is given
 SHIPPED = {"demo": "prompts.txt", "mixed": "prompts_mixed.txt"}  # lists that come with the package
 
 
@@ -153,3 +158,55 @@ def run_calibration(request: CalibrationRequest) -> Plan:
         f"--plan {console.quoted(request.out / 'plan.json')} -o bundle"
     )
     return plan
+
+
+def read_calibration(folder: Path, model: Model, further: Collection[str] = ()) -> Statistics:
+    """The statistics of a calibration of this model, read without touching the folder.
+
+    further: names of statistics.FURTHER to measure too where the folder lacks them
+    Raises: ToprovarError if there are none, or they are of another model, size or guidance.
+    """
+    index = folder / "stats" / "index.json"
+    if not index.exists():
+        raise ToprovarError(
+            f"{folder} holds no statistics; expected stats/index.json",
+            f"make them:  toprovar calibrate {model.name} -o {folder} --limit 12",
+        )
+    facts = read_json(index)
+    expected = {
+        "weights_sha256": model.weights_sha256,
+        "schedule": [list(size) for size in model.schedule],
+        "guidance": model.guidance().model_dump(mode="json"),
+    }
+    for name, value in expected.items():
+        if facts["model"][name] != value:
+            raise ToprovarError(
+                f"{index} was measured with another {name}: found {facts['model'][name]}, expected {value}",
+                f"calibrate again:  toprovar calibrate {model.name} -o {folder}",
+            )
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(folder / "stats", Path(copy) / "stats")
+        return collect_statistics(
+            model,
+            model.schedule,
+            model.guidance(),
+            facts["prompts"],
+            facts["first_seed"],
+            Path(copy) / "stats",
+            further=further,
+        )
+
+
+def statistics_for(
+    model: Model, guidance: Guidance, calibration: Path | None, out: Path, further: Collection[str] = ()
+) -> Statistics:
+    """Those of a calibration, or of the first shipped prompts, measured into `out`/calibration; resumes there.
+
+    Raises: as `read_calibration`.
+    """
+    if calibration is not None:
+        return read_calibration(calibration, model, further)
+    prompts = read_prompts(shipped_prompts())[:DEFAULT_PROMPTS]
+    with console.progress("calibrate") as advance:
+        folder = out / "calibration" / "stats"
+        return collect_statistics(model, model.schedule, guidance, prompts, 0, folder, advance, further)

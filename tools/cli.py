@@ -54,6 +54,7 @@ Tau = Annotated[
 EXPORT_MODULES = ("torch", "onnx", "onnx_ir")
 CALIBRATE_MODULES = ("torch", "skimage", "matplotlib", "jinja2")
 EVALUATE_MODULES = ("torch", "onnx", "onnx_ir", "skimage")
+COMPARE_MODULES = (*EVALUATE_MODULES, "matplotlib", "jinja2")
 
 
 class Preset(str, Enum):
@@ -391,6 +392,61 @@ def evaluate(
             console.print_json(facts)
         elif not dry_run:
             print_evaluation(facts)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def compare(
+    model: Annotated[str, typer.Argument(help="demo, or a folder with model.json; --split needs its ground truth.")],
+    plan: Annotated[
+        list[Path] | None, typer.Option("--plan", help="plan.json; repeatable. Dense is always drawn.")
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="NAME[:SETTING,...][@TARGET], such as fastvar@2 or toprovar:paper,scale_depth=6; repeatable. "
+            "Without plans and methods: all methods at 1.5, 2 and 3 times less work, and as published.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", help="Folder of `toprovar calibrate` for methods; made anew if left out."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="Text file, one prompt per line; nothing is judged then.")
+    ] = None,
+    split: Annotated[
+        Split | None,
+        typer.Option("--split", help="Prompts with known content: development is for tuning, test (default) reports."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")] = None,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the first prompt; prompt i takes seed + i.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the results.")] = Path("out/compare"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the pictures that are drawn in --out.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be drawn, and draw nothing.")] = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Draw plans and methods against dense: work, time, closeness and adherence in one table and one plot."""
+
+    def body() -> None:
+        console.require_packages("compare", *COMPARE_MODULES)
+        from toprovar.tools.comparing import ComparisonRequest, print_comparison, run_comparison
+        from toprovar.tools.comparing import dry_run as run_dry
+
+        request = ComparisonRequest(
+            model=model, out=out, command=_command_line(), plans=plan or (), methods=method or (),
+            calibration=calibration, prompts=prompts, split=split.value if split else None, limit=limit,
+            threads=threads, seed=seed, resume=resume,
+        )  # fmt: skip
+        facts = run_dry(request, quiet=json) if dry_run else run_comparison(request)
+        if json:
+            console.print_json(facts)
+        elif not dry_run:
+            print_comparison(facts)
 
     _finish(body, verbose)
 

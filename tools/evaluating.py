@@ -24,11 +24,11 @@ from toprovar.runtime.json_files import check_folder, write_bytes, write_json
 from toprovar.runtime.noise import MAX_SEED, check_seed
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
+from toprovar.tools.evaluation.kept_pictures import is_picture_of, picture_path
 from toprovar.tools.evaluation.prompts import SPLITS, Prompt, prompts_digest, prompts_of
 from toprovar.tools.options import guidance_with, in_range, numbers
 
 if TYPE_CHECKING:
-    from toprovar.calibrate.statistics import Statistics
     from toprovar.exporter.model import Model
     from toprovar.runtime.plan import Plan
     from toprovar.tools.evaluation.ground_truth import GroundTruth
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 RECORD_VERSION = 1  # of what a journal's lines mean; a change makes older lines unused
 SHEET_PROMPTS = 24
-CALIBRATION_PROMPTS = 12
 JOURNAL_FILE, RESULTS_FILE, TABLE_FILE, SHEET_FILE = "pictures.jsonl", "evaluation.json", "evaluation.md", "sheet.png"
 
 
@@ -95,35 +94,9 @@ def _chosen(request: EvaluationRequest, every: list[Prompt]) -> list[Prompt]:
     return every[: request.prompts]
 
 
-def _statistics(request: EvaluationRequest, model: Model, guidance: Guidance) -> Statistics:
-    from toprovar.calibrate.statistics import collect_statistics, read_prompts
-    from toprovar.tools.calibration import shipped_prompts
-    from toprovar.tools.sweep import read_calibration
-
-    if request.calibration is not None:
-        return read_calibration(request.calibration, model)
-    prompts = read_prompts(shipped_prompts())[:CALIBRATION_PROMPTS]
-    with console.progress("calibrate") as advance:
-        folder = request.out / "calibration" / "stats"
-        return collect_statistics(model, model.schedule, guidance, prompts, 0, folder, advance)
-
-
 def _identity(key: list[Any], plan: Plan | None, prompt: Prompt, seed: int) -> str:
     facts = [key, plan.model_dump(mode="json", by_alias=True) if plan else None, prompt.text, prompt.held_out, seed]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _picture_path(out: Path, prompt: Prompt, variant: str) -> Path:
-    return out / "pictures" / f"{prompt.index:03d}_{variant}.png"
-
-
-def _is_picture_of(path: Path, identity: str) -> bool:
-    """Whether a file holds the picture of a record, and not that of an evaluation with other options."""
-    try:
-        with Image.open(path) as picture:
-            return picture.info.get("identity") == identity
-    except (OSError, SyntaxError):  # missing or damaged
-        return False
 
 
 class _Evaluation:
@@ -159,8 +132,8 @@ class _Evaluation:
         record = self.journal.done.get(identity)
         if record is None or not self._fits(record, prompt, variant):
             return False
-        return prompt.index >= SHEET_PROMPTS or _is_picture_of(
-            _picture_path(self.request.out, prompt, variant), identity
+        return prompt.index >= SHEET_PROMPTS or is_picture_of(
+            picture_path(self.request.out, prompt.index, variant), identity
         )
 
     def _fits(self, record: Record, prompt: Prompt, variant: str) -> bool:
@@ -204,19 +177,11 @@ class _Evaluation:
     def _judge(
         self, prompt: Prompt, name: str, seed: int, image: np.ndarray, dense: np.ndarray, steps_ms: float
     ) -> None:
-        import torch
-
         from toprovar.calibrate.measures import psnr_db, ssim
         from toprovar.tools.evaluation.journal import Record
-        from toprovar.tools.evaluation.scoring import score_pictures
-        from toprovar.tools.train_demo.data import IMAGE_SIZE
+        from toprovar.tools.evaluation.scoring import verdict_of
 
-        if image.shape != (IMAGE_SIZE, IMAGE_SIZE, 3):
-            raise ToprovarError(
-                f"model {self.request.model} draws {image.shape[0]} x {image.shape[1]} pixels; the ground truth is of "
-                f"{IMAGE_SIZE} x {IMAGE_SIZE}",
-                "evaluate a model of the demo's size",
-            )
+        verdict = verdict_of(image, prompt.scene, self.truth.judge, self.request.model)
         if prompt.index < SHEET_PROMPTS:
             facts = {
                 "prompt": prompt.text,
@@ -225,9 +190,7 @@ class _Evaluation:
                 "identity": self.identities[prompt.index, name],
                 "software": f"toprovar {VERSION}",
             }
-            write_png(_picture_path(self.request.out, prompt, name), image, facts)
-        pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 127.5 - 1
-        verdict = score_pictures(pixels, [prompt.scene], self.truth.judge)[0]
+            write_png(picture_path(self.request.out, prompt.index, name), image, facts)
         record = Record(
             prompt=prompt.index,
             variant=name,
@@ -292,7 +255,7 @@ class _Evaluation:
 
         shown = self.prompts[:SHEET_PROMPTS]
         pictures = [
-            {name: np.asarray(Image.open(_picture_path(self.request.out, prompt, name)).convert("RGB"))
+            {name: np.asarray(Image.open(picture_path(self.request.out, prompt.index, name)).convert("RGB"))
              for name in self.plans}
             for prompt in shown
         ]  # fmt: skip
@@ -368,6 +331,7 @@ def run_evaluation(request: EvaluationRequest) -> dict[str, Any]:
     Raises: ToprovarError before anything is drawn if an option, a plan, the ground truth or the folder is wrong.
     """
     from toprovar.exporter.model import load_model
+    from toprovar.tools.calibration import statistics_for
     from toprovar.tools.evaluation.ground_truth import ground_truth_folder, load_ground_truth
     from toprovar.tools.evaluation.journal import Journal
     from toprovar.tools.evaluation.plans import plan_sources, plans_from
@@ -389,7 +353,7 @@ def run_evaluation(request: EvaluationRequest) -> dict[str, Any]:
         )
     model = load_model(request.model)
     guidance = guidance_with(model.guidance(), request.cfg, request.tau)
-    plans = plans_from(sources, model, lambda: _statistics(request, model, guidance))
+    plans = plans_from(sources, model, lambda: statistics_for(model, guidance, request.calibration, request.out))
     evaluation = _Evaluation(request, model, guidance, truth, plans, prompts, journal)
     evaluation.run()
     document = evaluation.document(len(every))

@@ -15,11 +15,8 @@ import itertools
 import json
 import os
 import platform
-import re
 import shlex
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -32,10 +29,9 @@ import numpy as np
 import typer
 
 from toprovar.calibrate.fitting import fit_plan
-from toprovar.calibrate.measures import psnr_db, ssim
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.methods.toprovar import fit_depth
-from toprovar.calibrate.statistics import Statistics, collect_statistics, prompts_digest, read_prompts
+from toprovar.calibrate.statistics import Statistics, prompts_digest, read_prompts
 from toprovar.exporter.model import Model, load_model
 from toprovar.exporter.prompts import encode_prompt
 from toprovar.exporter.schedules import Schedule
@@ -47,8 +43,11 @@ from toprovar.runtime.pipeline import picture_from_image
 from toprovar.runtime.plan import COUNT_GRID, MIN_PRUNED_TOKENS, Backbone, Plan, Restore, Score
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
-from toprovar.tools.calibration import shipped_prompts
+from toprovar.tools.calibration import read_calibration, shipped_prompts
+from toprovar.tools.compact_json import compact_json
 from toprovar.tools.demo import demo_prompts
+from toprovar.tools.evaluation.closeness import equal_shares, picture_distances
+from toprovar.tools.evaluation.intervals import RESAMPLES, bootstrap_interval
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 FURTHER_PROMPTS = 8  # the last ones of calibrate/prompts.txt; a calibration with a limit takes the first ones
-RESAMPLES = 10_000
 GENTLE, STRONG = 1.7, 2.1  # TLE targets of the controlled variants; an exit after scale 8 saves 1.68 times
 GRID = {  # {target: {D: numbers of Global layers that reach it}}
     GENTLE: {5: (1, 2, 3, 4), 6: (1, 2, 3), 7: (1, 2)},
@@ -330,10 +328,10 @@ def measure(
         else:  # an exit shares every step with the dense run
             codes, bits = after[plan.run_scales[-1]], dense.bits[: len(plan.run_scales)]
         image = picture(codes)
-        equal = [float((mine == theirs).float().mean()) for mine, theirs in zip(bits, dense.bits, strict=False)]
+        drawn = [tensor[0].numpy() for tensor in bits]
+        equal = equal_shares(drawn, [tensor[0].numpy() for tensor in dense.bits])
         found[variant.name] = {
-            "ssim": round(ssim(image, full), 6),
-            "psnr_db": round(psnr_db(image, full), 4),
+            **picture_distances(image, full),
             "equal_bits": [round(share, 6) for share in equal] + [None] * (len(schedule) - len(bits)),
         }
         on_variant()
@@ -391,12 +389,6 @@ def measure_all(
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def bootstrap_interval(values: np.ndarray) -> list[float]:
-    """95 % percentile bootstrap of the mean of [P] values; resamples are the same for every call of one P."""
-    picks = np.random.Generator(np.random.PCG64(0)).integers(len(values), size=(RESAMPLES, len(values)))
-    return [round(float(edge), 6) for edge in np.percentile(values[picks].mean(1), [2.5, 97.5])]
-
-
 def variant_facts(variants: Sequence[Variant], measured: Sequence[Measured]) -> list[dict[str, Any]]:
     """One entry per variant, numbers over prompts."""
     values = {v.name: np.array([prompt[v.name]["ssim"] for prompt in measured]) for v in variants}
@@ -436,36 +428,6 @@ def variant_facts(variants: Sequence[Variant], measured: Sequence[Measured]) -> 
             }
         facts.append(entry)
     return facts
-
-
-def read_calibration(folder: Path, model: Model) -> Statistics:
-    """The statistics of a calibration of this model, read without touching the folder.
-
-    Raises: ToprovarError if there are none, or they are of another model, size or guidance.
-    """
-    index = folder / "stats" / "index.json"
-    if not index.exists():
-        raise ToprovarError(
-            f"{folder} holds no statistics; expected stats/index.json",
-            f"make them:  toprovar calibrate {model.name} -o {folder} --limit 12",
-        )
-    facts = read_json(index)
-    expected = {
-        "weights_sha256": model.weights_sha256,
-        "schedule": [list(size) for size in model.schedule],
-        "guidance": model.guidance().model_dump(mode="json"),
-    }
-    for name, value in expected.items():
-        if facts["model"][name] != value:
-            raise ToprovarError(
-                f"{index} was measured with another {name}: found {facts['model'][name]}, expected {value}",
-                f"calibrate again:  toprovar calibrate {model.name} -o {folder}",
-            )
-    with tempfile.TemporaryDirectory() as copy:
-        shutil.copytree(folder / "stats", Path(copy) / "stats")
-        return collect_statistics(
-            model, model.schedule, model.guidance(), facts["prompts"], facts["first_seed"], Path(copy) / "stats"
-        )
 
 
 def sweep_prompts() -> list[str]:
@@ -538,21 +500,9 @@ def run_sweep(
         "unreachable": unreachable if not groups or "fitted" in groups else [],
         "variants": variant_facts(variants, measured),
     }
-    write_bytes(out, (_json_text(document) + "\n").encode())
+    write_bytes(out, compact_json(document).encode())
     partial.unlink(missing_ok=True)
     return document
-
-
-def _json_text(value: Any) -> str:
-    """Indented JSON with lists and objects of plain values on one line."""
-    text = json.dumps(value, indent=1, allow_nan=False)
-    string = r'"(?:[^"\\]|\\.)*"'
-    plain = rf"(?:{string}|[^\[\]{{}}\"])*"
-
-    def joined(match: re.Match[str]) -> str:
-        return re.sub(rf"({string})|\s*\n\s*", lambda part: part[1] or " ", match[0])
-
-    return re.sub(rf"\[{plain}\]|\{{{plain}\}}", joined, text)
 
 
 # -- showing -----------------------------------------------------------------------------------------------------------

@@ -142,7 +142,8 @@ def toprovar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: Me
 def reach_target(stats: Statistics, backbone: Backbone, settings: MethodSettings, target: float) -> MethodSettings:
     """The gentlest settings whose plan saves `target` times the work, in this order of preference:
 
-    the latest D that can reach it (coarse scales cost little and add most), then as many Global layers as can, then the
+    the latest D from the guard scale on that can reach it (coarse scales cost little and add most; where that is
+    before the depth that rho tells, the plan warns of it), then as many Global layers as can, then the
     largest beta, then, where even beta = 0 is not enough, the smallest alpha_max, then the smallest floor of phi.
     On the demo model a late D kept the most of the picture at equal work (docs/calibration.md).
 
@@ -152,9 +153,9 @@ def reach_target(stats: Statistics, backbone: Backbone, settings: MethodSettings
     base = fit_layers(stats.singular_ratio, settings.global_layers, settings.beta)
     fewest = max(1, int(stats.layers * FEWEST_GLOBAL_SHARE))
     most = max(fewest, int((~base.is_detail).sum()))
-    fitted = fit_depth(stats, settings).value
     last = len(stats.schedule) - 2
-    depths = [settings.scale_depth] if settings.scale_depth is not None else range(last, (fitted or 0) - 1, -1)
+    latest_first = range(last, min(stats.guard_scale, last) - 1, -1)
+    depths = latest_first if settings.scale_depth is None else [settings.scale_depth]
     layer_counts = [settings.global_layers] if settings.global_layers is not None else range(most, fewest - 1, -1)
 
     def at(depth: int | None, count: int | None, strength: float) -> MethodSettings:
@@ -250,6 +251,12 @@ def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Pl
     if fit.ambiguous.any():
         unclear = np.flatnonzero(fit.ambiguous).tolist()
         warnings.append(f"layers {unclear} change class between prompts; they stay dense")
+    told = fit_depth(stats, replace(settings, scale_depth=None)).value
+    if settings.scale_depth is not None and (told is None or settings.scale_depth < told):
+        warnings.append(
+            f"scale depth {settings.scale_depth} was asked for, or is needed for the target; rho tells "
+            f"{'none' if told is None else told}"
+        )
     spread = [d for d in depth.per_prompt if d is not None]
     if len(spread) > 1 and np.subtract(*np.percentile(spread, [75, 25])) > 1:
         warnings.append("scale depth D varies by more than one scale between prompts (inter-quartile range)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,12 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def usable_threads(asked: int) -> int:
+    """How many threads a backend takes of those asked for: at most one per core, all cores for 0."""
+    cores = _usable_cores()
+    return min(asked, cores) or cores
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
@@ -47,10 +54,12 @@ class OnnxRuntimeBackend:
     """Runs a bundle's graphs.
 
     threads: intra-op threads, at most one per core; 0 takes all cores.
+    shared:  a backend of as many threads, on a bundle of the same model; where weights and graphs of both are equal
+             byte for byte, they are loaded once.
     Raises: EnvironmentFault if onnxruntime is missing or cannot run the bundle's number format.
     """
 
-    def __init__(self, bundle: Bundle, threads: int = 0) -> None:
+    def __init__(self, bundle: Bundle, threads: int = 0, shared: OnnxRuntimeBackend | None = None) -> None:
         try:
             import onnxruntime
         except ImportError:
@@ -62,13 +71,22 @@ class OnnxRuntimeBackend:
             )
         self._ort = onnxruntime
         self._bundle = bundle
-        cores = _usable_cores()
-        if threads > cores:  # more threads than cores wait for each other: minutes instead of a second
-            log.warning("%d threads asked for; %d are used, one per core", threads, cores)
-        self.threads = min(threads, cores) or cores
-        self.weights = bundle.weights()
-        self._shared = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in self.weights.items()}
-        self._sessions: dict[str, object] = {}
+        self.threads = usable_threads(threads)
+        if threads > self.threads:  # more threads than cores wait for each other: minutes instead of a second
+            log.warning("%d threads asked for; %d are used, one per core", threads, self.threads)
+        self._weights_sha256: str = bundle.manifest.files[bundle.manifest.weights_file].sha256
+        self.weights: dict[str, np.ndarray]
+        self._values: dict[str, Any]
+        self._sessions: dict[str, Any]  # by digest of the graph
+        if shared is not None and (shared._weights_sha256, shared.threads) == (self._weights_sha256, self.threads):
+            self.weights, self._values, self._sessions = shared.weights, shared._values, shared._sessions
+        else:
+            self.weights = bundle.weights()
+            self._values = {
+                name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in self.weights.items()
+            }
+            self._sessions = {}
+        self._checked: set[str] = set()
 
     @property
     def version(self) -> str:
@@ -79,7 +97,8 @@ class OnnxRuntimeBackend:
         self._session(graph)
 
     def _session(self, graph: Graph):  # type: ignore[no-untyped-def]
-        if graph.file not in self._sessions:
+        digest = self._bundle.manifest.files[graph.file].sha256
+        if digest not in self._sessions:
             options = self._ort.SessionOptions()
             options.intra_op_num_threads = self.threads
             options.log_severity_level = 3
@@ -90,7 +109,7 @@ class OnnxRuntimeBackend:
             # (demo, 2 cores, 10 dense steps: 1026 ms spinning, 773 ms not; beside two busy processes 2.7 s not, 4.1 s
             # when spinning stops only at the end of a step)
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-            for name, value in self._shared.items():
+            for name, value in self._values.items():
                 options.add_initializer(name, value)
             try:
                 session = self._ort.InferenceSession(
@@ -101,9 +120,11 @@ class OnnxRuntimeBackend:
                     f"{self._bundle.path(graph.file)} cannot be loaded: {_first_line(error)}",
                     "export the bundle again with this version",
                 ) from None
-            self._check_signature(graph, session)
-            self._sessions[graph.file] = session
-        return self._sessions[graph.file]
+            self._sessions[digest] = session
+        if graph.file not in self._checked:
+            self._check_signature(graph, self._sessions[digest])
+            self._checked.add(graph.file)
+        return self._sessions[digest]
 
     def _check_signature(self, graph: Graph, session) -> None:  # type: ignore[no-untyped-def]
         """Pointers are bound by the manifest's shapes: a graph with others would read or write beyond them."""

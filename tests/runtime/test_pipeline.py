@@ -1,6 +1,7 @@
 """The loop: what it needs to be imported, what it refuses, and what stays the same from run to run."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
+from toprovar.runtime.pipeline import Pipeline
 
 ABOVE = ("torch", "onnx", "onnx_ir", "triton", "skimage", "scipy", "matplotlib", "jinja2")
 FLOORS_ABOVE = ("toprovar.exporter", "toprovar.calibrate", "toprovar.plugins")
@@ -153,3 +155,42 @@ def test_no_more_threads_than_cores_are_started(tiny_bundle, threads, caplog):
     assert 1 <= backend.threads <= max(threads, 1)
     if threads > 1:
         assert f"{threads} threads asked for; {backend.threads} are used" in caplog.text
+
+
+# -- backends that share -----------------------------------------------------------------------------------------------
+
+
+def test_two_bundles_of_one_model_load_weights_and_equal_graphs_once(tiny, tiny_bundle, tmp_path):
+    export_bundle(tiny, tmp_path / "dense", GUIDANCE, StepOptions(text_tokens=12), None, SCHEDULE)
+    first = OnnxRuntimeBackend(open_bundle(tiny_bundle), 1)
+    second = OnnxRuntimeBackend(open_bundle(tmp_path / "dense"), 1, first)
+    assert second.weights is first.weights
+    mine, alone = Pipeline(open_bundle(tiny_bundle), first), open_pipeline(tmp_path / "dense")
+    shared = Pipeline(open_bundle(tmp_path / "dense"), second)
+    planned = mine.generate("red apple", 3, "planned").image
+    loaded = len(first._sessions)
+    assert np.array_equal(shared.generate("red apple", 3).image, alone.generate("red apple", 3).image)
+    assert len(first._sessions) == loaded + 2  # planned, the last scale is pruned and the one before leaves residuals
+    assert np.array_equal(mine.generate("red apple", 3, "planned").image, planned)
+
+
+def test_bundles_of_other_weights_share_nothing(tiny_bundle, tmp_path):
+    export_bundle(tiny_model(seed=1), tmp_path / "other", GUIDANCE, StepOptions(text_tokens=12), None, SCHEDULE)
+    first = OnnxRuntimeBackend(open_bundle(tiny_bundle), 1)
+    other = OnnxRuntimeBackend(open_bundle(tmp_path / "other"), 1, first)
+    assert other.weights is not first.weights
+    drawn = Pipeline(open_bundle(tmp_path / "other"), other).generate("red apple", 3).image
+    assert np.array_equal(drawn, open_pipeline(tmp_path / "other").generate("red apple", 3).image)
+    assert not first._sessions
+
+
+def test_a_shared_graph_is_still_held_against_the_second_manifest(tiny_bundle, tmp_path):
+    shutil.copytree(tiny_bundle, tmp_path / "b")
+    manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    manifest["decoder"]["outputs"]["image"]["shape"] = [1, 3, 2, 2]
+    (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest))
+    first = OnnxRuntimeBackend(open_bundle(tiny_bundle), 1)
+    first.prepare(open_bundle(tiny_bundle).manifest.decoder)
+    bundle = open_bundle(tmp_path / "b")
+    with pytest.raises(ToprovarError, match="the manifest says"):
+        OnnxRuntimeBackend(bundle, 1, first).prepare(bundle.manifest.decoder)

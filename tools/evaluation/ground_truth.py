@@ -24,12 +24,18 @@ REFERENCE_SCHEMA_VERSION = 1
 
 
 @dataclass
-class GroundTruth:
-    """references: entries of result files for real pictures, with the prompts and the judge they hold for."""
+class Judge:
+    """Names of the concepts, and the classifier that knows them."""
 
     concepts: list[Concept]
     judge: DrawingClassifier
     judge_sha256: str
+
+
+@dataclass
+class GroundTruth(Judge):
+    """references: entries of result files for real pictures, with the prompts and the judge they hold for."""
+
     features: frechet.Features
     references: dict[str, Any]
 
@@ -54,7 +60,7 @@ def ground_truth_folder(model: str) -> Path:
     return folder
 
 
-def load_ground_truth(folder: Path) -> GroundTruth:
+def load_judge(folder: Path) -> Judge:
     """Raises: ToprovarError if a file is missing or damaged, or the files are not of one training run."""
     concepts = names.read_concepts(folder)
     path = folder / judges.FILE
@@ -65,6 +71,12 @@ def load_ground_truth(folder: Path) -> GroundTruth:
             f"{path} knows {known} concepts; {folder / names.FILE} names {len(concepts)}",
             "take both files from the same training run",
         )
+    return Judge(concepts, judge, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def load_ground_truth(folder: Path) -> GroundTruth:
+    """Raises: as `load_judge`, and where what real pictures score is missing or of another version."""
+    found = load_judge(folder)
     features = frechet.read_reference(folder / frechet.FILE, judges.FEATURES)
     references = read_json(folder / REFERENCE_SCORES)
     version = references.get("schema_version") if isinstance(references, dict) else None
@@ -74,4 +86,4 @@ def load_ground_truth(folder: Path) -> GroundTruth:
             "make it again:  python -m toprovar.tools.evaluation.reference",
         )
     check_entries(references["entries"], folder / REFERENCE_SCORES)
-    return GroundTruth(concepts, judge, hashlib.sha256(path.read_bytes()).hexdigest(), features, references)
+    return GroundTruth(found.concepts, found.judge, found.judge_sha256, features, references)

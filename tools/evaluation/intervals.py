@@ -1,10 +1,13 @@
-"""95 % intervals for shares, and for the difference of two shares over the same prompts."""
+"""95 % intervals: of shares, of the difference of two shares over the same prompts, and of means and medians."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
+
+RESAMPLES = 10_000  # of a bootstrap
 Z = 1.959963984540054  # 97.5 % point of the normal distribution
 
 
@@ -45,6 +48,17 @@ def mcnemar_p(mine: Sequence[bool], base: Sequence[bool]) -> float:
         return 1.0
     tail = sum(math.comb(count, k) for k in range(fewer + 1))
     return min(1.0, 2 * tail / 2**count)
+
+
+def bootstrap_interval(
+    values: np.ndarray, of: Callable[..., np.ndarray] = np.mean, resamples: int = RESAMPLES
+) -> list[float]:
+    """Percentile bootstrap over prompts of the mean of [P] values; resamples are the same for every call of one P.
+
+    of: the number that is bootstrapped, called with values [resamples, P] and axis=1, such as np.median
+    """
+    picks = np.random.Generator(np.random.PCG64(0)).integers(len(values), size=(resamples, len(values)))
+    return [round(float(edge), 6) for edge in np.percentile(of(values[picks], axis=1), [2.5, 97.5])]
 
 
 def _disagreements(mine: Sequence[bool], base: Sequence[bool]) -> tuple[int, int]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import numpy as np
 from pydantic import Field, StrictBool, StrictStr
@@ -94,13 +95,28 @@ def _record(text: str) -> tuple[str, Record]:
     )
 
 
-class Journal:
+AnyRecord = TypeVar("AnyRecord")
+
+
+class LineJournal(ABC, Generic[AnyRecord]):
     """Records by identity: whatever decided a picture and its verdict. Other records stay in the file, unused."""
+
+    what = ""  # what was begun there, in messages
+
+    @staticmethod
+    @abstractmethod
+    def line(identity: str, record: AnyRecord) -> str:
+        """A line of JSON, with its end."""
+
+    @staticmethod
+    @abstractmethod
+    def record(text: str) -> tuple[str, AnyRecord]:
+        """Identity and record of a line. Raises: ValueError, KeyError, TypeError or ToprovarError if it is no whole one."""
 
     def __init__(self, path: Path, resume: bool) -> None:
         """Raises: ToprovarError if there is a journal already and `resume` is not set."""
         self.path = path
-        self.done: dict[str, Record] = {}
+        self.done: dict[str, AnyRecord] = {}
         self.damaged = 0
         if path.is_symlink() and not path.exists():
             raise ToprovarError(f"{path} is a symbolic link to nothing", "remove it, or choose another --out")
@@ -108,7 +124,7 @@ class Journal:
             return
         if not resume:
             raise ToprovarError(
-                f"{path} exists: an earlier evaluation was begun there",
+                f"{path} exists: an earlier {self.what} was begun there",
                 "go on with --resume, or choose another folder with --out",
             )
         try:
@@ -121,8 +137,8 @@ class Journal:
         whole = []
         for line in lines:
             try:
-                identity, record = _record(line)
-            except (ValueError, ToprovarError):  # cut off by an interruption, or not ours
+                identity, record = self.record(line)
+            except (ValueError, KeyError, TypeError, ToprovarError):  # cut off by an interruption, or not ours
                 self.damaged += 1
                 continue
             self.done[identity] = record
@@ -130,15 +146,23 @@ class Journal:
         if whole != lines:
             write_bytes(path, "".join(whole).encode())
 
-    def add(self, identity: str, record: Record) -> None:
+    def add(self, identity: str, record: AnyRecord) -> None:
         """Appends a record. Raises: ToprovarError if the file cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            line = _line(identity, record)
+            line = self.line(identity, record)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
             raise ToprovarError(
                 f"{self.path} cannot be written: {error.strerror}", "free space, then --resume"
             ) from None
-        self.done[identity] = _record(line)[1]  # as rounded there, so that a resumed evaluation gives the same numbers
+        self.done[identity] = self.record(line)[1]  # as rounded there, so that a resumed run gives the same numbers
+
+
+class Journal(LineJournal[Record]):
+    """Of `toprovar evaluate`."""
+
+    what = "evaluation"
+    line = staticmethod(_line)
+    record = staticmethod(_record)

@@ -19,8 +19,9 @@ from toprovar.exporter.prompts import encode_prompt
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.noise import uniform_noise
-from toprovar.runtime.pipeline import Pipeline, picture_from_image
+from toprovar.runtime.pipeline import Pipeline, Result, picture_from_image
 from toprovar.runtime.plan import Plan
+from toprovar.tools.evaluation.kept_pictures import file_name_of
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,10 @@ class Maker(Protocol):
 
 
 class BundleMaker:
-    """One bundle per plan, run by ONNX Runtime. Dense pictures come from the first bundle."""
+    """One bundle per plan, run by ONNX Runtime. Dense pictures come from the first bundle.
+
+    Weights and equal graphs are loaded once: memory grows by what a plan adds.
+    """
 
     def __init__(
         self, model: Model, folder: Path, guidance: Guidance, plans: Mapping[str, Plan], threads: int = 0
@@ -60,11 +64,14 @@ class BundleMaker:
 
         options = StepOptions.for_guidance(guidance, model.config.depth, model.settings.text_tokens)
         self._pipelines: dict[str, tuple[Pipeline, str]] = {}
+        shared: OnnxRuntimeBackend | None = None
         with console.progress("export") as advance:
             for done, (name, plan) in enumerate(plans.items() or ((DENSE, None),)):
-                export_bundle(model, folder / name, guidance, options, plan, model.schedule)
-                bundle = open_bundle(folder / name, verify=False)
-                backend = OnnxRuntimeBackend(bundle, threads)
+                place = folder / file_name_of(name)
+                export_bundle(model, place, guidance, options, plan, model.schedule)
+                bundle = open_bundle(place, verify=False)
+                backend = OnnxRuntimeBackend(bundle, threads, shared)
+                shared = shared or backend
                 pipeline = Pipeline(bundle, backend)
                 # a plan that prunes nothing has no variant of its own
                 variant = "planned" if "planned" in bundle.manifest.variants else DENSE
@@ -76,9 +83,13 @@ class BundleMaker:
         for pipeline, variant in self._pipelines.values():
             pipeline.prepare(variant)
 
-    def make(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Picture:
+    def draw(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Result:
+        """Everything the runtime tells about a picture: bits, steps, decisions, times."""
         pipeline, own = self._pipelines[variant]
-        result = pipeline.generate(prompt, seed, own, guidance=guidance)
+        return pipeline.generate(prompt, seed, own, guidance=guidance)
+
+    def make(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Picture:
+        result = self.draw(prompt, seed, variant, guidance)
         if result.image is None:
             raise ToprovarError("the model has no tokenizer, so it makes no picture", "name one in its model.json")
         return Picture(result.image, result.latency_ms["steps"])

@@ -45,7 +45,12 @@ def plan_source(text: str) -> PlanSource:
     path = Path(text)
     if not path.exists():
         raise ToprovarError(f"--plan {text} is neither a file nor a preset", _HINT)
-    return PlanSource(path.stem if path.stem != "plan" else path.absolute().parent.name or "plan", path)
+    return PlanSource(name_of_plan(path), path)
+
+
+def name_of_plan(path: Path) -> str:
+    """What tables call a plan file: its own name, or that of the folder that a calibration wrote it into."""
+    return path.stem if path.stem != "plan" else path.absolute().parent.name or "plan"
 
 
 def plan_sources(texts: Sequence[str]) -> list[PlanSource]:

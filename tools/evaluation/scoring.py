@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toprovar.runtime.errors import ToprovarError
 from toprovar.tools.evaluation.background import Background, background_of, find_background
 from toprovar.tools.evaluation.classifier import STYLES, DrawingClassifier, crop, places_of
 from toprovar.tools.evaluation.layouts import OBJECTS, arrangement_of, find_arrangement, foreground
 from toprovar.tools.evaluation.prompts import PAIRS
 from toprovar.tools.train_demo.captions import Scene
+from toprovar.tools.train_demo.data import IMAGE_SIZE
 
 ASPECTS = ("concept", "style", "background", "pattern", "count", "relation")
 TOP = 5
@@ -92,6 +94,18 @@ def score_pictures(pictures: Tensor, scenes: Sequence[Scene], judge: DrawingClas
                 features[row].cpu().numpy(),
             )
     return [verdict for verdict in verdicts if verdict is not None]
+
+
+def verdict_of(image: np.ndarray, scene: Scene, judge: DrawingClassifier, model: str) -> Verdict:
+    """Of one picture, [256, 256, 3] uint8. Raises: ToprovarError naming the model whose pictures have another size."""
+    if image.shape != (IMAGE_SIZE, IMAGE_SIZE, 3):
+        raise ToprovarError(
+            f"model {model} draws {image.shape[0]} x {image.shape[1]} pixels; the ground truth is of "
+            f"{IMAGE_SIZE} x {IMAGE_SIZE}",
+            "take a model of the demo's size",
+        )
+    pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 127.5 - 1
+    return score_pictures(pixels, [scene], judge)[0]
 
 
 @torch.inference_mode()

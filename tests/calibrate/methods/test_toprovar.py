@@ -140,6 +140,17 @@ def test_a_target_is_reached_closely_and_as_late_as_possible(target):
         fit_plan("toprovar", made(), BACKBONE, later)
 
 
+def test_a_target_may_need_an_earlier_depth_than_rho_tells_and_the_plan_says_so():
+    stats = made()
+    told = fit_depth(stats, MethodSettings()).value
+    gentle = fit_plan("toprovar", stats, BACKBONE, MethodSettings(target_speedup=1.3))
+    assert gentle.D.value >= told
+    assert not any("rho tells" in warning for warning in gentle.calib.warnings)
+    strong = fit_plan("toprovar", stats, BACKBONE, MethodSettings(target_speedup=2.5))
+    assert stats.guard_scale <= strong.D.value < told
+    assert f"rho tells {told}" in " ".join(strong.calib.warnings)
+
+
 def test_a_target_out_of_reach_says_what_is_in_reach():
     with pytest.raises(ToprovarError, match=r"out of reach: at most \d\.\d\d times"):
         fit_plan("toprovar", made(), BACKBONE, MethodSettings(target_speedup=50))
