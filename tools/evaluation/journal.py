@@ -111,7 +111,7 @@ class LineJournal(ABC, Generic[AnyRecord]):
     @staticmethod
     @abstractmethod
     def record(text: str) -> tuple[str, AnyRecord]:
-        """Identity and record of a line. Raises: ValueError, KeyError, TypeError or ToprovarError if it is no whole one."""
+        """Identity and record. Raises: ValueError, KeyError, TypeError or ToprovarError if the line is no whole one."""
 
     def __init__(self, path: Path, resume: bool) -> None:
         """Raises: ToprovarError if there is a journal already and `resume` is not set."""
