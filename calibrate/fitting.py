@@ -37,6 +37,23 @@ def check_settings(method: str, settings: MethodSettings) -> None:
         )
 
 
+def check_model_fits(method: str, settings: MethodSettings, scales: int, layers: int) -> None:
+    """Refuses options that name scales or layers a model does not have.
+
+    Raises: ToprovarError.
+    """
+    options = options_of(METHODS[method].options, settings, method)
+    for name, largest in options.largest(scales, layers).items():
+        value = getattr(options, name)
+        size = len(value) if isinstance(value, tuple) else value
+        if size is not None and size > largest:
+            unit = " entries" if isinstance(value, tuple) else ""
+            raise ToprovarError(
+                f"--set {name}: found {size}{unit}; the model has {scales} scales and {layers} layers",
+                f"give at most {largest}{unit}",
+            )
+
+
 def fit_plan(method: str, stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Plan:
     """The method's plan, checked.
 
@@ -44,6 +61,7 @@ def fit_plan(method: str, stats: Statistics, backbone: Backbone, settings: Metho
     """
     check_settings(method, settings)
     scales = len(stats.schedule)
+    check_model_fits(method, settings, scales, stats.layers)
     if settings.scale_depth is not None and settings.scale_depth >= scales:
         raise ToprovarError(f"scale depth {settings.scale_depth} is not in the schedule of scales 0 to {scales - 1}")
     if settings.global_layers is not None and not 1 <= settings.global_layers <= stats.layers:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toprovar.calibrate.fitting import check_settings, fit_plan
+from toprovar.calibrate.fitting import check_model_fits, check_settings, fit_plan
 from toprovar.calibrate.methods import METHODS
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.methods.toprovar import fit_depth
@@ -113,6 +113,7 @@ def gather(request: CalibrationRequest, model: Model) -> Statistics:
     schedule = schedule_with(model, request.aspect, request.budget)
     guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
     _check_fit(request.settings, len(schedule), model.config.depth)
+    check_model_fits(request.method, request.settings, len(schedule), model.config.depth)
     with console.progress("calibrate") as advance:
         return collect_statistics(
             model, schedule, guidance, prompts, request.seed, request.out / "stats", advance,

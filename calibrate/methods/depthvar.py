@@ -34,6 +34,9 @@ class DepthvarOptions(MethodOptions):
     rotation: Annotated[float, Field(ge=0, lt=1)] = 0.5
     weighted: bool = True
 
+    def largest(self, scales: int, layers: int) -> dict[str, int]:
+        return {"reference": scales - 1}
+
 
 def layer_order(layers: int) -> list[int]:
     """Layers in the order they are handed out: bit reversal within the next power of two, larger ones left out."""
@@ -71,8 +74,6 @@ def depthvar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: Me
     tokens = tokens_per_scale(stats)
     last = len(tokens) - 1
     reference = max(last + 1 - REFERENCE_FROM_END, 0) if options.reference is None else options.reference
-    if reference > last:
-        raise ToprovarError(f"reference scale {reference} is not in the schedule of scales 0 to {last}")
     if settings.target_speedup is None:
         return _plan(stats, backbone, settings, options, tokens[reference])
     largest, smallest = tokens[last], tokens[stats.guard_scale] / 2

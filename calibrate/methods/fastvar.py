@@ -36,10 +36,13 @@ class FastvarOptions(MethodOptions):
     """ratios: pruned share of each of the last scales; first_layer, last_layer: layers that are pruned, 0-based, last
     included, in proportion to the published 3 to 27 of 32 if left out; exact: the published run, token for token."""
 
-    ratios: tuple[Share, ...] = RATIOS
+    ratios: Annotated[tuple[Share, ...], Field(min_length=1)] = RATIOS
     first_layer: Annotated[Index | None, Field()] = None
     last_layer: Annotated[Index | None, Field()] = None
     exact: bool = False
+
+    def largest(self, scales: int, layers: int) -> dict[str, int]:
+        return {"ratios": scales, "first_layer": layers - 1, "last_layer": layers - 1}
 
 
 def fastvar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Plan:

@@ -69,6 +69,10 @@ class MethodOptions(Part):
                 split[name] = [part.strip() for part in value.split(",") if part.strip()]
         return split
 
+    def largest(self, scales: int, layers: int) -> dict[str, int]:
+        """The largest value of options that name a scale or layer, and the longest of lists, for a model."""
+        return {}
+
 
 Options = TypeVar("Options", bound=MethodOptions)
 

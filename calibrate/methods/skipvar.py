@@ -43,6 +43,9 @@ class SkipvarOptions(MethodOptions):
     threshold: Share = 0.84
     decision_scale: Annotated[Index | None, Field()] = None
 
+    def largest(self, scales: int, layers: int) -> dict[str, int]:
+        return {"decision_scale": scales - 2}
+
 
 def skipvar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Plan:
     options = options_of(SkipvarOptions, settings, "skipvar")

@@ -33,9 +33,14 @@ class StepvarOptions(MethodOptions):
     """ratios: pruned share of each of the last scales; weight: of the structure part; iterations: of the power
     iteration."""
 
-    ratios: tuple[Share, ...] = RATIOS
-    weight: Annotated[float, Field(ge=0)] = 1.0
+    ratios: Annotated[tuple[Share, ...], Field(min_length=1)] = RATIOS
+    weight: Annotated[float, Field(ge=0, le=1e6)] = (
+        1.0  # both parts have mean 1: far beyond, the other is lost to rounding
+    )
     iterations: Annotated[int, Field(ge=1, le=64)] = 4
+
+    def largest(self, scales: int, layers: int) -> dict[str, int]:
+        return {"ratios": scales}
 
 
 def stepvar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Plan:

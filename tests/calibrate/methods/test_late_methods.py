@@ -162,3 +162,32 @@ def test_a_target_is_reached_closely(method, target):
     assert target <= plan.expected_speedup <= target * 1.25
     with pytest.raises(ToprovarError, match=r"out of reach: at most \d+\.\d\d times"):
         fitted(method, target_speedup=60)
+
+
+# -- Options that a model cannot have ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("fastvar", {"first_layer": 32}, "first_layer: found 32; the model has 13 scales and 32 layers"),
+        ("fastvar", {"last_layer": 40}, "last_layer: found 40"),
+        ("fastvar", {"ratios": ",".join(["0.5"] * 14)}, "ratios: found 14 entries"),
+        ("fastvar", {"ratios": ""}, "ratios"),
+        ("stepvar", {"ratios": ",".join(["0.5"] * 14)}, "ratios: found 14 entries"),
+        ("stepvar", {"weight": "1e308"}, "weight"),
+        ("depthvar", {"reference": 13}, "reference: found 13"),
+    ],
+)
+def test_options_beyond_the_model_are_refused(method, options, message):
+    with pytest.raises(ToprovarError, match=message) as error:
+        fitted(method, options=options)
+    assert error.value.hint
+
+
+def test_options_beyond_the_model_are_refused_before_anything_is_measured():
+    from toprovar.calibrate.fitting import check_model_fits
+
+    with pytest.raises(ToprovarError, match="first_layer: found 9; the model has 10 scales and 8 layers"):
+        check_model_fits("fastvar", MethodSettings(options={"first_layer": 9}), scales=10, layers=8)
+    check_model_fits("fastvar", MethodSettings(options={"first_layer": 7}), scales=10, layers=8)

@@ -109,7 +109,7 @@ def test_the_fitted_classifier_and_its_expected_work():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decision_scale": 12}, "decide after scale 12; expected 5 to 11"),
+        ({"decision_scale": 12}, "decision_scale: found 12; the model has 13 scales"),
         ({"decision_scale": 3}, "decide after scale 3; expected 5 to 11"),
         ({"decision_scale": 10, "classifier": "published"}, "after scale 10 only 2"),
         ({"classifier": "magic"}, "option classifier"),
