@@ -17,7 +17,6 @@ from toprovar.calibrate.methods.common import keep_count, provenance, reach, ski
 from toprovar.calibrate.methods.method import Method
 from toprovar.calibrate.methods.settings import MethodOptions, MethodSettings, options_of
 from toprovar.calibrate.statistics import Statistics
-from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.parts import Index
 from toprovar.runtime.plan import Backbone, CodeWeight, Plan, Restore, Score
 from toprovar.runtime.version import VERSION
