@@ -91,8 +91,16 @@ def sentence(entry: Mapping[str, Any]) -> str:
         f"At {entry['floor']:g} times by {entry['axis']}, {best['name']} has the best {entry['score']} of "
         f"{counted(entry['plans'], 'plan')}: {best['value']:.3f} at {best['speedup']:.2f}"
     )
+    ties, missing = entry["not_told_apart"], "" if ours else "; no ToProVAR plan is as fast"
+    if len(ties) == entry["plans"] - 1 > 0:  # a name at the top of a list of equals says nothing
+        return (
+            f"At {entry['floor']:g} times by {entry['axis']}, {entry['score']} decides nothing: none of the "
+            f"{entry['plans']} plans is told apart from the largest value, {best['value']:.3f}{missing}."
+        )
+    if ties:
+        start += f", not told apart from {', '.join(ties)}"
     if ours is None:
-        return f"{start}; no ToProVAR plan is as fast."
+        return f"{start}{missing}."
     if ours["name"] == best["name"]:
         return f"{start}."
     low, high = ours["interval"]

@@ -133,7 +133,22 @@ def test_the_best_is_found_among_those_that_are_fast_enough():
     assert closest["ours"]["lag"] == pytest.approx(0.1)
     assert "ToProVAR's best there, ours, is below: 0.800 at 2.10, lag 0.100" in sentence(closest)
     assert found["TLE", 2.0, "adherence"]["best"]["name"] == "near"  # as right as exit, and faster
-    assert "is not told apart" in sentence(found["TLE", 2.0, "adherence"])
+    assert sentence(found["TLE", 2.0, "adherence"]) == (
+        "At 2 times by TLE, adherence decides nothing: none of the 3 plans is told apart from the largest value, 1.000."
+    )
+    assert "0.900 at 1.96, not told apart from near; ToProVAR's best" in sentence(closest)
     assert found["wall-clock", 2.0, "SSIM"]["ours"] is None
     assert sentence(found["wall-clock", 2.0, "SSIM"]).endswith("no ToProVAR plan is as fast.")
     assert find_winners(variants, (50.0,)) == []
+
+
+def test_a_best_of_ours_names_those_it_is_not_told_apart_from():
+    spread = np.array([0.0, 0.01, -0.01, 0.02, -0.02, 0.0])
+    variants = [
+        variant_facts(records(), records(), None, {"name": "dense", "method": "dense"}, 2),
+        variant("ours", "toprovar", 0.90 + spread, 3.0),
+        variant("near", "fastvar", 0.8999 + spread[::-1], 3.0),
+        variant("far", "stepvar", 0.70 + spread, 3.0),
+    ]
+    told = sentence(next(e for e in find_winners(variants, (3.0,)) if (e["axis"], e["score"]) == ("TLE", "SSIM")))
+    assert told == "At 3 times by TLE, ours has the best SSIM of 3 plans: 0.900 at 3.00, not told apart from near."
