@@ -225,6 +225,9 @@ def test_weights_beyond_the_range_of_the_number_format_are_named(model, tmp_path
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 
+# a plan without notes and pruning, so that nothing in it contradicts its own backbone and schedule
+BARE = {"layers": {}, "D": {}, "keep": {}, "score": {}, "restore": {}, "skip_scales": [], "method": "toprovar"}
+
 
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -232,8 +235,12 @@ def test_weights_beyond_the_range_of_the_number_format_are_named(model, tmp_path
         ({"schema_version": 9}, "schema version 9; this toprovar reads version 2"),
         ({"surprise": 1}, "surprise"),
         ({"tool_version": ["../../etc"]}, "tool_version"),
-        ({"backbone": {"family": "infinity", "layers": 8, "width": 32, "heads": 2, "bits": 8}}, "layers 8 in the plan"),
-        ({"schedule": [[1, 1], [2, 2]]}, "another schedule: 1x1 2x2 in the plan"),
+        (
+            {"backbone": {"family": "infinity", "layers": 8, "width": 32, "heads": 2, "bits": 8}, **BARE},
+            "layers 8 in the plan",
+        ),
+        ({"schedule": [[1, 1], [2, 2]], **BARE}, "another schedule: 1x1 2x2 in the plan"),
+        ({"schedule": [[1, 1], [2, 2]]}, "the schedule has scales 0 to 1"),
         ({"schedule": [[1, 1]] * 1000}, "schedule"),
         ({"keep": {"6": [256, 256, 100, 256]}}, "multiple of 64"),
         ({"keep": {"6": [256, 256, 320, 256]}}, "keeps 320 tokens at scale 6, layer 2; the scale has 256"),
