@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
 ROW_SCALE_SUFFIX = ".row_scale"
@@ -57,3 +59,14 @@ def dequantise_rows(values: torch.Tensor, row_scale: torch.Tensor) -> torch.Tens
 def _over_rows(row_scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """row_scale [rows] as [rows, 1, ..., 1] with as many dimensions as `like`."""
     return row_scale.reshape(-1, *([1] * (like.dim() - 1)))
+
+
+def widened(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """float32 tensors by name: int8 rows with their scales multiplied out, everything else cast."""
+    return {
+        name: dequantise_rows(tensor, tensors[name + ROW_SCALE_SUFFIX])
+        if name + ROW_SCALE_SUFFIX in tensors
+        else tensor.float()
+        for name, tensor in tensors.items()
+        if not name.endswith(ROW_SCALE_SUFFIX)
+    }

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toprovar.exporter.int8_rows import ROW_SCALE_SUFFIX, dequantise_rows
+from toprovar.exporter.int8_rows import widened
 from toprovar.runtime.errors import ToprovarError
 from toprovar.tools.train_demo.captions import FAMILIES
 from toprovar.tools.train_demo.data import OBJECT_SIZE, PLACES, SINGLE_AT, SINGLE_SIZE
@@ -84,13 +84,7 @@ def crop(images: Tensor, place: tuple[int, int, int]) -> Tensor:
 
 def classifier_from_tensors(tensors: Mapping[str, Tensor]) -> DrawingClassifier:
     """A classifier, in eval mode, from stored tensors; int8 rows are widened."""
-    weights = {
-        name: dequantise_rows(tensor, tensors[name + ROW_SCALE_SUFFIX])
-        if name + ROW_SCALE_SUFFIX in tensors
-        else tensor.float()
-        for name, tensor in tensors.items()
-        if not name.endswith(ROW_SCALE_SUFFIX)
-    }
+    weights = widened(tensors)
     classifier = DrawingClassifier(weights["concepts.weight"].shape[0] - 1)
     classifier.load_state_dict(weights)
     return classifier.eval()

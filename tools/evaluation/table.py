@@ -19,7 +19,6 @@ from toprovar.tools.evaluation.prompts import BUCKETS, SCENE_LAYOUTS
 from toprovar.tools.evaluation.results import ALL
 from toprovar.tools.evaluation.scoring import ASPECTS
 
-NOT_MEASURED = "Not measured yet on the packaged weights.\n"
 MAX_PAGE_BYTES = 4 * 2**20
 GROUP_COLUMNS = (*BUCKETS, *SCENE_LAYOUTS, "seen", "held-out style", "held-out pair")
 

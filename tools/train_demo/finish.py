@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toprovar.exporter.demo.text_encoder import VOCABULARY_FILE, WEIGHTS_FILE, vocabulary_document
 from toprovar.exporter.infinity.tokenizer import BitTokenizer
-from toprovar.exporter.int8_rows import ROW_SCALE_SUFFIX, dequantise_rows, quantise_rows
+from toprovar.exporter.int8_rows import ROW_SCALE_SUFFIX, quantise_rows, widened
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.word_tokenizer import WordTokenizer
@@ -39,17 +39,6 @@ def packed(tensors: Mapping[str, Tensor], int8: bool = True) -> dict[str, Tensor
     return result
 
 
-def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """fp32 tensors of what `packed` wrote."""
-    return {
-        name: dequantise_rows(tensor, tensors[name + ROW_SCALE_SUFFIX])
-        if name + ROW_SCALE_SUFFIX in tensors
-        else tensor.float()
-        for name, tensor in tensors.items()
-        if not name.endswith(ROW_SCALE_SUFFIX)
-    }
-
-
 def packed_tokenizer(tokenizer: BitTokenizer, int8_decoder: bool) -> dict[str, Tensor]:
     """Encoder int8; decoder int8 or fp16."""
     weights = tokenizer.state_dict()
@@ -62,7 +51,7 @@ def _psnr_after(
     tokenizer: BitTokenizer, stored: dict[str, Tensor], images: Mapping[str, Tensor], schedule: Schedule
 ) -> dict[str, float]:
     kept = {k: v.clone() for k, v in tokenizer.state_dict().items()}
-    tokenizer.load_state_dict(unpacked(stored))
+    tokenizer.load_state_dict(widened(stored))
     result = {kind: psnr_by_scale(tokenizer, image, schedule)[-1] for kind, image in images.items()}
     tokenizer.load_state_dict(kept)
     return result
@@ -101,9 +90,9 @@ def write_demo(
     }
     if sum(sizes.values()) > MAX_BYTES:
         raise ToprovarError(f"{folder} holds {sum(sizes.values())} bytes; expected at most {MAX_BYTES}: {sizes}")
-    model.infinity.load_state_dict(unpacked(infinity))
-    model.text.load_state_dict(unpacked(text))
-    tokenizer.load_state_dict(unpacked(stored))
+    model.infinity.load_state_dict(widened(infinity))
+    model.text.load_state_dict(widened(text))
+    tokenizer.load_state_dict(widened(stored))
     return {
         "size_bytes": sizes,
         "decoder_dtype": "int8" if int8_decoder else "fp16",

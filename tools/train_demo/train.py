@@ -338,13 +338,33 @@ class Session:
         images = tokenizer_stage.validation_images(self.composer, 4 if self.options.rehearsal else 64)
         metadata = {"schema_version": "1", "seed": str(self.options.seed), "tool": "toprovar.tools.train_demo"}
         files = write_demo(self.run / "demo", model, self.tokenizer(), self.words, self.schedule, images, metadata)
+        self.write_companions(self.run / "demo")
         self.save_metrics("files", files)
         self.log(stage="finish", **files)
         self.use_tokenizer(self.tokenizer())  # latents of the rounded encoder
         self.judge("shipped", model, len(self.schedule))
 
+    def write_companions(self, folder: Path) -> None:
+        """What makes the folder a model that the commands load: settings and names, and the judge with its references.
+
+        Settings are the packaged ones: sampling is tuned afterwards (toprovar.tools.evaluation.tuning).
+        """
+        from toprovar.exporter.model import MODEL_FILE, PACKAGED
+        from toprovar.tools.evaluation import classifier
+        from toprovar.tools.evaluation.concepts import write_concepts
+        from toprovar.tools.evaluation.reference import write_reference_files
+
+        shutil.copyfile(PACKAGED["demo"] / MODEL_FILE, folder / MODEL_FILE)
+        write_concepts(folder, self.composer.sprites.concepts)
+        if not (self.run / classifier.FILE).exists():
+            return
+        shutil.copyfile(self.run / classifier.FILE, folder / classifier.FILE)
+        if not self.options.rehearsal:  # whose few concepts do not fill the test split
+            judge = classifier.load_classifier(folder / classifier.FILE).to(self.device)
+            write_reference_files(folder, self.composer, self.tokenizer(), self.schedule, judge)
+
     def copy_results(self, finished: bool) -> None:
-        """Copies what a later call, or at the end the repository, needs: at most eight files.
+        """Copies what a later call, or at the end the repository, needs: at most eight files until the finish.
 
         The finished set replaces the state that an earlier stage of the same call copied.
         """
@@ -426,7 +446,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("stages", nargs="+", help='"all", or stages NAME[=SECONDS|rest][@FROM:TO]')
     parser.add_argument("--data", type=Path, required=True, help="folder that `prepare` wrote")
     parser.add_argument("--work-dir", type=Path, help="working folder with full state (default: <out>/work)")
-    parser.add_argument("--out", type=Path, help="folder for the small results; flat, at most eight files")
+    parser.add_argument("--out", type=Path, help="folder for the small results; flat")
     parser.add_argument("--minutes", type=float, default=24.0, help="time for `all`, in minutes (default 24)")
     parser.add_argument("--deadline", type=float, help="seconds after which the call should have ended (default: none)")
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
