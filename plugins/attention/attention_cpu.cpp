@@ -69,8 +69,8 @@ TOPROVAR_INLINE void exp2InPlace(typename Vectors<Width>::Float& x)
     power = power * f + 2.40226507e-1f;
     power = power * f + 6.93147181e-1f;
     power = power * f + 1.0f;
-    Int const scaled = reinterpret_cast<Int const&>(power) + (reinterpret_cast<Int const&>(shifted) << 23);
-    x = reinterpret_cast<Float const&>(scaled);
+    Int const scaled = reinterpret_cast<Int>(power) + (reinterpret_cast<Int>(shifted) << 23);
+    x = reinterpret_cast<Float>(scaled);
 }
 
 //! What a thread works in; grows once.

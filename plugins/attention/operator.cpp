@@ -1,7 +1,7 @@
 // EntropyAttention, CachedAttention and MaskedAttention: one kernel under three names.
 #include "attention.h"
 
-#include "../core/operator.h"
+#include "../core/operators.h"
 
 namespace toprovar
 {
@@ -41,12 +41,8 @@ AttentionProblem problemFrom(Call const& call, Tensor const& kNew, Tensor const&
         expectShape("mask", *mask, {problem.R, problem.S + problem.N});
         problem.mask = static_cast<float const*>(mask->data);
     }
-    bool const isNarrow = q.type != DataType::kFLOAT32;
-    bool const fits = isNarrow ? problem.D == 64 || problem.D == 80 || problem.D == 96 || problem.D == 112
-            || problem.D == 128
-                               : problem.D >= 4 && problem.D <= 128 && problem.D % 4 == 0;
-    expect(fits, "head width", std::to_string(problem.D),
-        isNarrow ? "64, 80, 96, 112 or 128" : "a multiple of 4 up to 128 in float32");
+    expect(problem.D >= 4 && problem.D <= 128 && problem.D % 4 == 0, "head width", std::to_string(problem.D),
+        "a multiple of 4 up to 128");
     expectShape("o", call.outputs[0], {problem.L, problem.R, problem.H, problem.D});
     problem.q = q.data;
     problem.kNew = kNew.data;
@@ -97,6 +93,13 @@ void runOnCpu(Call const& call, int32_t threads)
 }
 
 #ifdef TOPROVAR_CUDA
+void checkWidth(AttentionProblem const& problem)
+{
+    int32_t const D = problem.D;
+    expect(problem.type == DataType::kFLOAT32 || D == 64 || D == 80 || D == 96 || D == 112 || D == 128, "head width",
+        std::to_string(D), "64, 80, 96, 112 or 128 in float16 and bfloat16 on CUDA");
+}
+
 template <Problem problem>
 size_t scratchBytes(Call const& call)
 {
@@ -106,7 +109,9 @@ size_t scratchBytes(Call const& call)
 template <Problem problem>
 Status runOnCuda(Call const& call, void* scratch, Stream stream)
 {
-    return launchAttention(problem(call), scratch, stream);
+    AttentionProblem const given = problem(call);
+    checkWidth(given);
+    return launchAttention(given, scratch, stream);
 }
 #endif
 
@@ -115,16 +120,16 @@ std::vector<Port> const kCACHED_INPUTS{{"q", TypeRule::kFLOATS}, {"k_new", TypeR
 
 } // namespace
 
-extern Operator const kENTROPY_ATTENTION{"EntropyAttention", kCACHED_INPUTS,
+Operator const kENTROPY_ATTENTION{"EntropyAttention", kCACHED_INPUTS,
     {{"o", TypeRule::kFLOATS}, {"entropy", TypeRule::kFLOAT32}}, {{0, 0, {}}, {0, 2, {}}},
     {{"scale", AttributeType::kFLOAT}}, check<cachedProblem>, TOPROVAR_ON_CUDA(scratchBytes<cachedProblem>),
     TOPROVAR_ON_CUDA(runOnCuda<cachedProblem>), runOnCpu<cachedProblem>};
 
-extern Operator const kCACHED_ATTENTION{"CachedAttention", kCACHED_INPUTS, {{"o", TypeRule::kFLOATS}}, {{0, 0, {}}},
+Operator const kCACHED_ATTENTION{"CachedAttention", kCACHED_INPUTS, {{"o", TypeRule::kFLOATS}}, {{0, 0, {}}},
     {{"scale", AttributeType::kFLOAT}}, check<cachedProblem>, TOPROVAR_ON_CUDA(scratchBytes<cachedProblem>),
     TOPROVAR_ON_CUDA(runOnCuda<cachedProblem>), runOnCpu<cachedProblem>};
 
-extern Operator const kMASKED_ATTENTION{"MaskedAttention",
+Operator const kMASKED_ATTENTION{"MaskedAttention",
     {{"q", TypeRule::kFLOATS}, {"k", TypeRule::kFLOATS}, {"v", TypeRule::kFLOATS}, {"mask", TypeRule::kFLOAT32}},
     {{"o", TypeRule::kFLOATS}}, {{0, 0, {}}}, {{"scale", AttributeType::kFLOAT}}, check<maskedProblem>,
     TOPROVAR_ON_CUDA(scratchBytes<maskedProblem>), TOPROVAR_ON_CUDA(runOnCuda<maskedProblem>),

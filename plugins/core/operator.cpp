@@ -1,20 +1,9 @@
-#include "operator.h"
+#include "operators.h"
 
 #include <stdexcept>
 
 namespace toprovar
 {
-
-extern Operator const kENTROPY_ATTENTION;
-extern Operator const kCACHED_ATTENTION;
-extern Operator const kMASKED_ATTENTION;
-extern Operator const kTOKEN_GATE;
-extern Operator const kMODULATED_NORM;
-extern Operator const kROTARY_HEADS;
-extern Operator const kGATED_RESIDUAL;
-extern Operator const kBIAS_GELU;
-extern Operator const kBIT_SAMPLER;
-extern Operator const kTOKEN_RESTORE;
 
 std::vector<Operator const*> const& operators()
 {
@@ -96,6 +85,10 @@ int64_t extentFrom(Extent const& rule, Call const& call)
         return attribute;
     }
     int64_t const whole = call.inputs[rule.input].shape[rule.axis];
+    if (whole < 0)
+    {
+        return whole; // not known yet
+    }
     int64_t const divisor = rule.divisor * attribute;
     expect(divisor > 0 && whole % divisor == 0, "extent " + std::to_string(whole), "divided by "
         + std::to_string(divisor), "a divisor of it");

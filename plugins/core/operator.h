@@ -142,7 +142,8 @@ DataType typeOf(TypeRule rule, DataType floats);
 //! Where "to" stands among the attributes, or -1.
 int32_t typeAttribute(Operator const& op);
 
-//! The output's shape, from the inputs' shapes and the attributes. Throws std::invalid_argument where none follows.
+//! The output's shape, from the inputs' shapes and the attributes; extents of -1, not known yet, pass through.
+//! Throws std::invalid_argument where none follows.
 Shape outputShape(Operator const& op, int32_t output, Call const& call);
 
 //! Checks counts, ranks and types of all ports, then op.check. Throws std::invalid_argument naming port and values.
