@@ -254,7 +254,7 @@ struct MmaAttention
                 {
                     RowState& mine = state[i >> 1];
                     float const x = s[n][i] - mine.m;
-                    float const weight = exp2f(x);
+                    float const weight = powerOfTwo(x);
                     mine.l += weight;
                     if constexpr (ENTROPY)
                     {

@@ -12,18 +12,22 @@ namespace
 constexpr int kTHREADS = 256;
 constexpr int kMAX_TAPS = 64; // per axis; an area filter from 64 to 1 has as many
 
-//! Lists the non-zero entries of a matrix row, in order. One thread. Returns: how many.
+//! Lists the non-zero entries of a matrix row, in order. One warp. Returns: how many.
 __device__ __forceinline__ int listTaps(float const* row, int length, int* places, float* weights)
 {
+    int const lane = threadIdx.x % 32;
     int taps = 0;
-    for (int i = 0; i < length && taps < kMAX_TAPS; ++i)
+    for (int start = 0; start < length; start += 32)
     {
-        if (row[i] != 0.f)
+        float const weight = start + lane < length ? row[start + lane] : 0.f;
+        unsigned const lanes = __ballot_sync(0xffffffffu, weight != 0.f);
+        int const place = taps + __popc(lanes & ((1u << lane) - 1u));
+        if (weight != 0.f)
         {
-            places[taps] = i;
-            weights[taps] = row[i];
-            ++taps;
+            places[place] = start + lane;
+            weights[place] = weight;
         }
+        taps += __popc(lanes);
     }
     return taps;
 }
@@ -62,17 +66,18 @@ __global__ void __launch_bounds__(kTHREADS) restoreTokens(TokenRestoreProblem co
     int64_t const position = blockIdx.x;
     int const y = int(position / p.newW);
     int const x = int(position % p.newW);
-    if (threadIdx.x == 0)
-    {
-        place = lowerBound(p.kept, p.n, position);
-    }
-    else if (threadIdx.x == 32)
+    int const warp = threadIdx.x / 32;
+    if (warp == 0)
     {
         taps[0] = listTaps(p.rows + int64_t(y) * p.h, p.h, yPlaces, yWeights);
     }
-    else if (threadIdx.x == 64)
+    else if (warp == 1)
     {
         taps[1] = listTaps(p.columns + int64_t(x) * p.w, p.w, xPlaces, xWeights);
+    }
+    else if (threadIdx.x == 64)
+    {
+        place = lowerBound(p.kept, p.n, position);
     }
     __syncthreads();
     int64_t const width = int64_t(p.R) * p.C;
