@@ -99,6 +99,7 @@ enum class AttributeType : int32_t
 {
     kFLOAT,
     kINT,
+    kINTS, //!< a list of one integer: what a function's body can hand on as a shape
 };
 
 struct Attribute
