@@ -119,7 +119,8 @@ struct Operator
     //! Throws std::invalid_argument where shapes or attributes don't fit each other. Data pointers are not read.
     void (*check)(Call const&);
 
-    //! Bytes of scratch memory for a CUDA run on the current device; null where the operator needs none.
+    //! Bytes of scratch memory for a CUDA run, enough on any device; null where the operator needs none. Data pointers
+    //! are not read.
     size_t (*cudaScratchBytes)(Call const&);
 
     //! Null in a library built without CUDA.
