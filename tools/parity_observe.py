@@ -122,7 +122,7 @@ def _run_steps(
         texts = {"text_rows": rows[own], "text_valid": valid[own].astype(np.float32)}
         backend.run(manifest.prompt, {name: np.ascontiguousarray(text) for name, text in texts.items()}, tensors)
         prompts.append(tensors)
-    prompt = joined_prompts(prompts, manifest.rows)
+    prompt = joined_prompts(backend.memory, prompts, manifest.rows)
     seen = {
         "cond_BD": prompt["pooled_text"],
         "gss": prompt["modulation"].transpose(1, 0, 2)[:, None],  # [R, 1, 6, C]

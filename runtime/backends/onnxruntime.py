@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from toprovar.runtime.buffers import HostMemory, checked_address
 from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.manifest import NUMPY_DTYPES, Graph, TensorFacts
@@ -70,6 +71,7 @@ class OnnxRuntimeBackend:
                 "export it again with --dtype fp32",
             )
         self._ort = onnxruntime
+        self.memory = HostMemory()
         self._bundle = bundle
         self.threads = usable_threads(threads)
         if threads > self.threads:  # more threads than cores wait for each other: minutes instead of a second
@@ -151,13 +153,11 @@ class OnnxRuntimeBackend:
         session = self._session(graph)
         binding = session.io_binding()
         for name, facts in graph.inputs.items():
-            binding.bind_input(
-                name, "cpu", 0, NUMPY_DTYPES[facts.dtype], inputs[name].shape, self._pointer(inputs, name, facts)
-            )
+            address = checked_address(self.memory, inputs[name], name, facts)
+            binding.bind_input(name, "cpu", 0, NUMPY_DTYPES[facts.dtype], inputs[name].shape, address)
         for name, facts in graph.outputs.items():
-            binding.bind_output(
-                name, "cpu", 0, NUMPY_DTYPES[facts.dtype], facts.shape, self._pointer(outputs, name, facts)
-            )
+            address = checked_address(self.memory, outputs[name], name, facts)
+            binding.bind_output(name, "cpu", 0, NUMPY_DTYPES[facts.dtype], facts.shape, address)
         try:
             session.run_with_iobinding(binding)
         except Exception as error:  # the library's own classes are not exported
@@ -165,13 +165,3 @@ class OnnxRuntimeBackend:
                 f"{self._bundle.path(graph.file)} failed: {_first_line(error)}", "export the bundle again"
             ) from None
 
-    def _pointer(self, arrays: Mapping[str, np.ndarray], name: str, facts) -> int:  # type: ignore[no-untyped-def]
-        array = arrays[name]
-        fits = array.shape == facts.shape or (
-            facts.is_open and array.shape[1:] == facts.shape[1:] and len(array) <= facts.shape[0]
-        )
-        if not fits or array.dtype != NUMPY_DTYPES[facts.dtype] or not array.flags.c_contiguous:
-            raise ValueError(
-                f"{name}: {array.dtype}{list(array.shape)} given, contiguous {facts.dtype}{list(facts.shape)} expected"
-            )
-        return array.ctypes.data
