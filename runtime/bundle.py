@@ -75,7 +75,7 @@ class Bundle:
 
     @property
     def size_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
 
 def open_bundle(folder: Path, verify: bool = True) -> Bundle:
