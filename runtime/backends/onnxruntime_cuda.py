@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from toprovar.runtime.backends.ort_values import value_over
+from toprovar.runtime.backends import ort_values
 from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.cuda_memory import ALIGNMENT, CudaMemory, compute_capability, load_cuda
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
@@ -91,7 +91,7 @@ class CudaProvider:
             self.memory.upload(file.data(tensor), start + places[name])
         self.memory.wait()
         return {
-            name: value_over(self._ort, start + places[name], tensor.shape, tensor.dtype)
+            name: ort_values.value_over(self._ort, start + places[name], tensor.shape, tensor.dtype, ort_values.CUDA)
             for name, tensor in file.tensors.items()
         }
 

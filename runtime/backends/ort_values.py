@@ -48,9 +48,9 @@ _described: list[Any] = []  # ONNX Runtime keeps pointers to descriptions as lon
 
 
 def value_over(
-    ort: Any, address: int, shape: tuple[int, ...], dtype: Dtype, device_type: int = CUDA, device_id: int = 0
+    ort: Any, address: int, shape: tuple[int, ...], dtype: Dtype, device_type: int, device_id: int = 0
 ) -> Any:
-    """An OrtValue that reads and writes at an address; the memory must outlive it."""
+    """An OrtValue that reads and writes at an address; the memory must outlive it. device_type: CPU or CUDA."""
     extents = (ctypes.c_int64 * max(len(shape), 1))(*shape)
     tensor = _Tensor(address, device_type, device_id, len(shape), *CODES[dtype], 1, extents, None, 0)
     managed = _Managed(tensor, None, ctypes.cast(_keep, ctypes.c_void_p))
