@@ -105,10 +105,7 @@ def open_bundle(folder: Path, verify: bool = True, engines: bool = True) -> Bund
         size = file.stat().st_size
         if size != facts.size_bytes:
             kind = "cut short" if size < facts.size_bytes else "longer than it was"
-            raise ToprovarError(
-                f"{file} is {kind}: {size} bytes, {facts.size_bytes} expected", hint
-            )
+            raise ToprovarError(f"{file} is {kind}: {size} bytes, {facts.size_bytes} expected", hint)
         if verify and sha256_of(file) != facts.sha256:
-            raise ToprovarError(
-                f"{file} was changed: its sha256 differs from the manifest", hint)
+            raise ToprovarError(f"{file} was changed: its sha256 differs from the manifest", hint)
     return Bundle(folder, manifest, sha256_of(path))

@@ -585,10 +585,11 @@ def export_main() -> None:
     _wait_passively()
     _interruptible()
     export_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    name, command = "toprovar-export", export
     if sys.argv[1:2] == ["rebuild"]:
-        name, command = f"{name} {sys.argv.pop(1)}", rebuild
-    export_app.command(name=name, cls=console.Single)(command)
+        sys.argv[:2] = [f"{sys.argv[0]} rebuild"]
+        export_app.command(name="toprovar-export rebuild", cls=console.Single)(rebuild)
+    else:
+        export_app.command(name="toprovar-export", cls=console.Single)(export)
     export_app()
 
 

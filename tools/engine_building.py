@@ -32,8 +32,8 @@ class EngineOptions:
         targets = engine_targets(self.targets)
         if self.capabilities is not None and "tensorrt-rtx" not in targets:
             raise ToprovarError(
-                f"--compute-capability {self.capabilities} is for --target tensorrt-rtx; TensorRT builds for the GPU at "
-                "hand",
+                f"--compute-capability {self.capabilities} is for --target tensorrt-rtx; "
+                "TensorRT builds for the GPU at hand",
                 "leave it out, or add --target tensorrt-rtx",
             )
         capabilities = default if self.capabilities is None else capabilities_from(self.capabilities)
@@ -46,7 +46,9 @@ def engine_targets(names: Sequence[str]) -> tuple[EngineTarget, ...]:
     for name in names:
         if name not in known:
             nearest = get_close_matches(name.lower(), known, 1, cutoff=0)[0]
-            raise ToprovarError(f"--target {name!r} is unknown; expected {', '.join(known)}", f"did you mean {nearest}?")
+            raise ToprovarError(
+                f"--target {name!r} is unknown; expected {', '.join(known)}", f"did you mean {nearest}?"
+            )
     return tuple(name for name in dict.fromkeys(names) if name != GRAPHS_TARGET)  # type: ignore[misc]
 
 
@@ -67,10 +69,14 @@ def described(summaries: Sequence[BuildSummary]) -> str:
 def run_rebuild(bundle: Path, options: EngineOptions, scale: int | None = None) -> dict[str, Any]:
     """Builds engines of an existing bundle; without targets, those that it has. Returns: what was built."""
     started = time.perf_counter()
-    request = options.request(scale)  # faults of the command line come first
-    manifest = open_bundle(bundle, verify=False, engines=False).manifest
+    if options.targets:
+        request = options.request(scale)
+    else:
+        request = _former(bundle, open_bundle(bundle, verify=False, engines=False).manifest, options, scale)
     if not request.targets:
-        request = _former(bundle, manifest, options, scale)
+        raise ToprovarError(
+            "--target onnxruntime has no engines: its graphs are in every bundle", "name another target"
+        )
     summaries = build_with_progress(bundle, request)
     console.say(
         f"wrote {described(summaries)} into {bundle} in {time.perf_counter() - started:.1f}s; "

@@ -235,7 +235,9 @@ def _write(path: Path, memory: Any) -> None:
     try:
         write_bytes(path, memoryview(memory).tobytes())
     except ToprovarError as error:
-        raise ToprovarError(error.message, "free some space, or mend its permissions; finished engines are kept") from None
+        raise ToprovarError(
+            error.message, "free some space, or mend its permissions; finished engines are kept"
+        ) from None
 
 
 def _counted(kinds: Counter[str]) -> str:
@@ -261,7 +263,7 @@ def _timing_cache(config: Any, job: Job) -> Any:
 
 
 def _logger(trt: Any) -> Any:
-    class Logger(trt.ILogger):  # type: ignore[misc]
+    class Logger(trt.ILogger):
         """Errors go to standard error, at once: after an abort they are all that is left."""
 
         def __init__(self) -> None:
@@ -277,7 +279,7 @@ def _logger(trt: Any) -> Any:
 
 
 def _monitor(trt: Any, reports: _Reports) -> Any:
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+    class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.phases = _Phases()

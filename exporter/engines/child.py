@@ -81,7 +81,8 @@ def _run(
     finally:
         os.close(write)
     last_words: deque[str] = deque(maxlen=STDERR_LINES)
-    assert child.stdin is not None and child.stderr is not None
+    assert child.stdin is not None
+    assert child.stderr is not None
     listener = threading.Thread(target=_listen, args=(child.stderr, last_words), daemon=True)
     listener.start()
     end: dict[str, Any] = {}

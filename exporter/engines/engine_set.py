@@ -16,12 +16,14 @@ from toprovar.exporter.engines import versions
 from toprovar.exporter.engines.builder import Job
 from toprovar.exporter.engines.child import build_environment, installed_version, run_builder
 from toprovar.exporter.engines.engine_store import EngineStore, Finished
+from toprovar.exporter.engines.number_formats import allows_tf32
+from toprovar.exporter.engines.trtexec import TRTEXEC_FILE, trtexec_page
 from toprovar.exporter.engines.weights_as_inputs import MIN_INPUT_BYTES
 from toprovar.exporter.output_folder import alone_with
 from toprovar.plugins.library import find_library, require_library
 from toprovar.runtime.bundle import open_bundle, sha256_of
-from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.json_files import check_folder, write_json
+from toprovar.runtime.errors import EnvironmentFault, ToprovarError
+from toprovar.runtime.json_files import check_folder, write_bytes, write_json
 from toprovar.runtime.manifest import MANIFEST_FILE, Engine, EngineSet, EngineTarget, FileFacts, Graph, Manifest
 
 RULES = 1  # rises when the same graph and settings would give another plan
@@ -44,10 +46,11 @@ class EngineRequest:
     def check(self) -> None:
         """Raises: EnvironmentFault before long work, if this machine cannot build for a target."""
         for target in self.targets:
-            versions.installed_module(target)
             if target == "tensorrt":
                 versions.gpu_at_hand()
-        plugin_library(self.allow_function_body)
+            versions.installed_module(target)
+        if self.targets:
+            plugin_library(self.allow_function_body)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,11 @@ def plugin_library(allow_function_body: bool) -> Plugins | None:
         if library is None or library.is_stale or not library.has_tensorrt:
             return None
     else:
-        library = require_library(tensorrt=True)
+        try:
+            library = require_library(tensorrt=True)
+        except EnvironmentFault as error:
+            hint = f"{error.hint}; or build without plugins, slower:  --allow-function-body"
+            raise EnvironmentFault(error.message, hint) from None
     return Plugins(library.path, library.source_digest)
 
 
@@ -204,14 +211,9 @@ class _TargetBuild:
             "plugins": self._plugin_digest(),
             "allow_function_body": self.request.allow_function_body,
             "min_input_bytes": MIN_INPUT_BYTES,
-            "allow_tf32": self._allows_tf32(graph),
+            "allow_tf32": allows_tf32(self.manifest, graph),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-    def _allows_tf32(self, graph: Graph) -> bool:
-        """Decoders of a bundle in 16 bits may round fp32 products as its steps do; nothing else may."""
-        manifest = self.manifest
-        return manifest.compute != "fp32" and graph in (manifest.decoder, manifest.small_decoder)
 
     def _build(self, graph: Graph, key: str, on_fraction: Callable[[float], None]) -> Finished:
         file = self.store.name(graph.file)
@@ -222,7 +224,7 @@ class _TargetBuild:
             graph=str(self.folder / graph.file),
             plan=str(plan),
             capabilities=self.capabilities if self.target == "tensorrt-rtx" else (),
-            allow_tf32=self._allows_tf32(graph),
+            allow_tf32=allows_tf32(self.manifest, graph),
             open_inputs={name: facts.shape for name, facts in graph.inputs.items() if facts.is_open},
             plugin_library=str(self.plugins.path) if self.plugins else None,
             allow_function_body=self.request.allow_function_body,
@@ -256,7 +258,11 @@ class _TargetBuild:
         files = {name: facts for name, facts in self.manifest.files.items() if not name.startswith(prefix)}
         files |= self.store.commit(items)
         sets = {**self.manifest.engines, self.target: engines}
-        manifest = self.manifest.model_copy(update={"engines": dict(sorted(sets.items())), "files": files})
+        manifest = self.manifest.model_copy(update={"engines": dict(sorted(sets.items()))})
+        page = trtexec_page(manifest).encode()
+        write_bytes(self.folder / TRTEXEC_FILE, page)
+        files[TRTEXEC_FILE] = FileFacts(size_bytes=len(page), sha256=hashlib.sha256(page).hexdigest())
+        manifest = manifest.model_copy(update={"files": dict(sorted(files.items()))})
         manifest = Manifest.model_validate(manifest.model_dump(mode="json"))
         write_json(self.folder / MANIFEST_FILE, manifest.model_dump(mode="json"))
         self.store.clear_work()

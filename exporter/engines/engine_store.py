@@ -10,7 +10,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -122,8 +122,8 @@ def carry_finished(old: Path, new: Path) -> None:
         manifest = model_from_json(Manifest, read_json(old / MANIFEST_FILE), str(old))
     except ToprovarError:
         manifest = None  # of another version: whatever it holds is built again
-    for target in ("tensorrt", "tensorrt-rtx"):
-        before, after = EngineStore(old, target), EngineStore(new, target)  # type: ignore[arg-type]
+    for target in get_args(EngineTarget):
+        before, after = EngineStore(old, target), EngineStore(new, target)
         items = list(before.finished(manifest).values())
         if not items:
             continue

@@ -38,15 +38,11 @@ def weights_as_inputs(model: onnx.ModelProto, folder: Path, min_bytes: int = MIN
             continue
         place = ExternalDataInfo(tensor)
         if place.length >= min_bytes:
-            model.graph.input.append(
-                helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-            )
+            model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
             moved.append(tensor.name)
         else:
             raw = _read(folder / check_file_name(place.location), place.offset or 0, place.length, tensor.name)
-            kept.append(
-                TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=raw)
-            )
+            kept.append(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=raw))
     copies = [TensorProto.FromString(tensor.SerializeToString()) for tensor in kept]
     del model.graph.initializer[:]
     model.graph.initializer.extend(copies)
