@@ -14,8 +14,6 @@ from toprovar.runtime.json_files import read_json
 from toprovar.runtime.manifest import MANIFEST_FILE, Engine, EngineSet, Manifest
 from toprovar.tools import console
 
-WIDTH = 110  # of the table of engines; a narrower terminal wraps its lines
-
 
 def inspect_path(path: str) -> dict[str, Any]:
     """Facts about a path or a packaged model's name, as JSON-ready data.
@@ -196,13 +194,10 @@ def _print_engines(target: str, found: dict[str, Any]) -> None:
     table.add_column("file", no_wrap=True)
     table.add_column("scale")
     table.add_column("variant", overflow="fold")
-    for name in ("tokens", "kept", "MB", "weights"):
-        table.add_column(name, justify="right")
-    table.add_column("plugin layers")
+    for name in ("tokens", "kept", "MB", "weights", "plugins", "bodies"):
+        table.add_column(name, justify="right", no_wrap=True)
     for engine in found["engines"]:
         kept = engine["kept"]
-        layers = [f"{count} {kind}" for kind, count in engine["plugin_layers"].items()]
-        layers += [f"{count} {kind} inlined" for kind, count in engine["inlined"].items()]
         table.add_row(
             engine["file"].rsplit("/", 1)[1],
             "" if engine["scale"] is None else str(engine["scale"]),
@@ -211,9 +206,17 @@ def _print_engines(target: str, found: dict[str, Any]) -> None:
             f"{sum(kept) / len(kept):.0f}" if kept else "",
             f"{engine['size_bytes'] / 1e6:.2f}",
             str(engine["weight_inputs"]),
-            ", ".join(layers) or "none",
+            str(sum(engine["plugin_layers"].values())),
+            str(sum(engine["inlined"].values())),
         )
-    console.out.print(table, markup=False, width=max(console.out.width, WIDTH))
+    console.out.print(table, markup=False)
+    for what in ("plugin_layers", "inlined"):
+        total = Counter[str]()
+        for engine in found["engines"]:
+            total.update(engine[what])
+        if total:
+            listed = ", ".join(f"{count} {kind}" for kind, count in sorted(total.items()))
+            console.out.print(f"{what.replace('_', ' ')}: {listed}", markup=False)
     if found["graphs_without_engine"]:
         console.out.print(f"without an engine: {', '.join(found['graphs_without_engine'])}", markup=False)
 
