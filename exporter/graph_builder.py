@@ -15,16 +15,9 @@ import numpy as np
 import onnx_ir as ir
 
 from toprovar.exporter.weights_file import WEIGHTS_FILE, WeightsLayout
-from toprovar.plugins.attention.function import (
-    DOMAIN,
-    PLUGIN_VERSION,
-    cached_attention_function,
-    entropy_attention_function,
-)
-from toprovar.plugins.token_gate.function import token_gate_function
+from toprovar.plugins.functions import DOMAIN, OPSET, PLUGIN, functions
 from toprovar.runtime.manifest import COMPUTE_DTYPES, TensorFacts
 
-OPSET = 20
 IR_VERSION = 10
 DTYPES = {
     "F32": ir.DataType.FLOAT,
@@ -34,13 +27,10 @@ DTYPES = {
     "U8": ir.DataType.UINT8,
     "I32": ir.DataType.INT32,
 }
+# attention would fall apart into its scores, and no builder selects more than 3840 tokens; what is left is element by
+# element, and TensorRT fuses it into the products around it
+AS_PLUGINS = ("CachedAttention", "EntropyAttention", "MaskedAttention", "TokenGate")
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-FUNCTIONS = {
-    "CachedAttention": cached_attention_function,
-    "EntropyAttention": entropy_attention_function,
-    "TokenGate": token_gate_function,
-}
-PLUGIN = {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION}
 
 
 class GraphBuilder:
@@ -146,9 +136,10 @@ class GraphBuilder:
         return call
 
     def custom(self, kind: str, inputs: Sequence[Any], outputs: int = 1, **attributes: Any) -> Any:
-        """A node of our own domain, with the attributes that let TensorRT take a plugin for it."""
+        """A node of our own domain; those that TensorRT would not fuse better itself ask it for a plugin."""
         self._custom_kinds.add(kind)
-        return self.op(kind, inputs, outputs, domain=DOMAIN, **attributes, **PLUGIN)
+        plugin = PLUGIN if kind in AS_PLUGINS else {}
+        return self.op(kind, inputs, outputs, domain=DOMAIN, **attributes, **plugin)
 
     # -- the arithmetic that recurs --------------------------------------------------------------------------------
 
@@ -170,9 +161,18 @@ class GraphBuilder:
         y = self.MatMul(self.narrow(x), self.weight(name))
         return self.Add(y, self.weight(bias)) if bias else y
 
-    def layer_norm(self, x: ir.Value, width: int) -> ir.Value:
-        """Layer norm without affine, fp32, eps 1e-6, over the last axis."""
-        return self.LayerNormalization(x, self.constant(np.ones(width, np.float32)), axis=-1, epsilon=1e-6)
+    def modulated_norm(self, x: ir.Value, scale: ir.Value, shift: ir.Value, dtype: str | None = None) -> ir.Value:
+        """Layer norm without affine, eps 1e-6, * scale + shift, in the compute type unless told otherwise.
+
+        x: [n, R, C] fp32; scale, shift: [1, R or 1, C] fp32.
+        """
+        to = self.compute if dtype is None else DTYPES[dtype]
+        return self.custom("ModulatedNorm", [x, scale, shift], epsilon=1e-6, to=to.value)
+
+    def gated_residual(self, x: ir.Value, y: ir.Value, name: str, gate: ir.Value) -> ir.Value:
+        """x + (y @ W + b) * gate, the product in the compute type. x: [n, R, C] fp32; gate: [1, R or 1, C] fp32."""
+        operands = [x, self.MatMul(y, self.weight(name)), self.weight(f"{name}_bias"), gate]
+        return self.custom("GatedResidual", operands)
 
     def resize(self, x: ir.Value, rows: np.ndarray | None, columns: np.ndarray | None) -> ir.Value:
         """Separable resize of [..., h, w] in fp32 by constant matrices [new, old]; None leaves an axis as it is."""
@@ -192,8 +192,9 @@ class GraphBuilder:
             opset_imports=opsets,
             name=self.name,
         )
-        functions = [ir.serde.deserialize_function(FUNCTIONS[kind]()) for kind in sorted(self._custom_kinds)]
-        return ir.Model(graph, ir_version=IR_VERSION, producer_name="toprovar", functions=functions)
+        known = functions()
+        used = [ir.serde.deserialize_function(known[kind]()) for kind in sorted(self._custom_kinds)]
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="toprovar", functions=used)
 
     def signature(self, side: str) -> dict[str, TensorFacts]:
         """Names, types and shapes of the graph's "inputs" or "outputs", for the manifest."""

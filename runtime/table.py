@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from toprovar.runtime.decisions import Decision, DecisionKind, RhoDecision, SatsDecision, SkipvarDecision
 from toprovar.runtime.manifest import Step
 
-ROWS_SECOND = ("modulation", "head_modulation")  # prompt tensors whose rows are the second axis
+ROWS_FIRST = ("pooled_text", "text_mask")  # everything else with rows is time-major
 
 
 def rows_axis(name: str) -> int:
     """Axis of a step's input or output that counts rows."""
-    return 1 if name in ROWS_SECOND or name.startswith(("k_past", "v_past", "residual")) else 0
+    return 0 if name in ROWS_FIRST else 1
 
 
 @dataclass(frozen=True)

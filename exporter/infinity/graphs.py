@@ -66,13 +66,13 @@ def prompt_graph(config: InfinityConfig, layout: WeightsLayout, options: StepOpt
     H, D, heads = config.heads, config.head_width, config.pool_heads
     rows = g.input("text_rows", (R, T, config.text_width))
     valid = g.input("text_valid", (R, T))
-    mask = g.reshape(g.Mul(g.Sub(np.float32(1), valid), np.float32(-1e4)), (R, 1, 1, T))
+    mask = g.Mul(g.Sub(np.float32(1), valid), np.float32(-1e4))  # [R, T]
     square = g.ReduceMean(g.Mul(rows, rows), [-1], keepdims=1)
     text = g.Mul(g.Div(rows, g.Sqrt(g.Add(square, np.float32(1e-6)))), g.weight("text_norm"))
     k = g.reshape(g.MatMul(text, g.weight("pool_k")), (R, T, heads, -1))
     v = g.reshape(g.Add(g.MatMul(text, g.weight("pool_v")), g.weight("pool_v_bias")), (R, T, heads, -1))
     q = g.reshape(g.weight("pool_q"), (1, heads, 1, -1))
-    scores = g.Add(g.MatMul(q, g.Transpose(k, perm=[0, 2, 3, 1])), mask)  # [R, heads, 1, T]
+    scores = g.Add(g.MatMul(q, g.Transpose(k, perm=[0, 2, 3, 1])), g.reshape(mask, (R, 1, 1, T)))  # [R, heads, 1, T]
     mixed = g.MatMul(g.Softmax(scores, axis=-1), g.Transpose(v, perm=[0, 2, 1, 3]))  # [R, heads, 1, C/heads]
     pooled = g.Add(g.MatMul(g.reshape(mixed, (R, C)), g.weight("pool_proj")), g.weight("pool_proj_bias"))
     silu = g.Mul(pooled, g.Sigmoid(pooled))
@@ -81,7 +81,7 @@ def prompt_graph(config: InfinityConfig, layout: WeightsLayout, options: StepOpt
     g.output(pooled, "pooled_text", (R, C))
     g.output(g.Transpose(g.reshape(pack, (R, 6, C)), perm=[1, 0, 2]), "modulation", (6, R, C))
     g.output(g.Transpose(g.reshape(head, (R, 2, C)), perm=[1, 0, 2]), "head_modulation", (2, R, C))
-    g.output(mask, "text_mask", (R, 1, 1, T))
+    g.output(mask, "text_mask", (R, T))
     hidden = g.Gelu(g.linear(text, "cross_text.0", "cross_text.0_bias"), approximate="tanh")
     cross = g.linear(hidden, "cross_text.2", "cross_text.2_bias")  # [R, T, C]
     for layer in range(config.depth):
@@ -89,8 +89,8 @@ def prompt_graph(config: InfinityConfig, layout: WeightsLayout, options: StepOpt
         keys = g.reshape(g.linear(cross, f"{p}.cross_k"), (R, T, H, D))
         values = g.reshape(g.linear(cross, f"{p}.cross_v", f"{p}.cross_v_bias"), (R, T, H, D))
         dtype = DTYPE_NAME[g.compute]
-        g.output(g.Transpose(keys, perm=[0, 2, 3, 1]), f"cross_k_{layer:02d}", (R, H, D, T), dtype)
-        g.output(g.Transpose(values, perm=[0, 2, 1, 3]), f"cross_v_{layer:02d}", (R, H, T, D), dtype)
+        g.output(g.Transpose(keys, perm=[1, 0, 2, 3]), f"cross_k_{layer:02d}", (T, R, H, D), dtype)
+        g.output(g.Transpose(values, perm=[1, 0, 2, 3]), f"cross_v_{layer:02d}", (T, R, H, D), dtype)
     return g
 
 

@@ -20,7 +20,7 @@ def rope_angles(head_width: int, schedule: Schedule) -> np.ndarray:
     last_height, last_width = parent_schedule(schedule)[-1]
     count = head_width // 4
     exponents = np.arange(count, dtype=np.float32) * 2 / np.float32(head_width // 2)
-    # the power correctly rounded, as PyTorch has it: NumPy's own float32 power is one unit off here and there
+    # the power correctly rounded: float32 powers of NumPy and PyTorch are one unit off, here or there by processor
     frequencies = np.float32(1) / np.power(10000.0, exponents.astype(np.float64)).astype(np.float32)
     tables = []
     for height, width in schedule:

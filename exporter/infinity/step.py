@@ -22,13 +22,16 @@ from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.plan import CARRIED_SCORES, SUBLAYERS
 
 INT32 = ir.DataType.INT32.value
+BOOL = ir.DataType.BOOL.value
+# an earlier scale's residual [h * w, R, C], and the matrices [h', h], [w', w] that resample it; None: that side stays
+Residual = tuple[ir.Value, np.ndarray | None, np.ndarray | None]
 
 
 def step_graph(config: InfinityConfig, route: Route, layout: WeightsLayout, options: StepOptions) -> GraphBuilder:
     """The graph of one route; that of a dense plan gives the dense step.
 
     Inputs:  codes [B, d, H, W] (pooled_text [R, C] at scale 0), modulation [6, R, C], head_modulation [2, R, C],
-             text_mask [R, 1, 1, T], cross_k_## [R, H, D, T], cross_v_## [R, H, T, D], noise [L, B, bits] in [0, 1),
+             text_mask [R, T], cross_k_##, cross_v_## [T, R, H, D], noise [L, B, bits] in [0, 1),
              cfg, tau, bit_limit [1], k_past_##, v_past_## [S, R, H, D]; where the plan needs them: residual_ss_##
              [N_ss, R, C] of scale ss, score [B, L], codes_before [B, d, h, w] of the scale before
     Outputs: bits [L, B, bits] int32 (-1 where none was drawn), codes_next [B, d, H, W], k_new_##, v_new_##
@@ -96,7 +99,7 @@ class _Step:
             x = self._embed(self.codes)
         self._watch("in", x, (L, R, C))
         self.modulation = g.input("modulation", (6, R, C))
-        self.text_mask = g.input("text_mask", (R, 1, 1, self.options.text_tokens))
+        self.text_mask = g.input("text_mask", (R, self.options.text_tokens))
         head_modulation = g.input("head_modulation", (2, R, C))
         noise = g.input("noise", (L, B, bits))
         self.cfg, tau, limit = g.input("cfg", (1,)), g.input("tau", (1,)), g.input("bit_limit", (1,))
@@ -125,7 +128,7 @@ class _Step:
         logits = self._logits(x, head_modulation, tau)
         if drawn_at is not None:
             noise = self._take(noise, self._of_images(drawn_at), bits, B)
-        drawn = self._draw(logits, noise, limit)  # [L, B, bits] bool
+        drawn = self._draw(logits, noise, limit)  # [L, B, bits] int32
         self._output_codes(drawn, drawn_at)
         self._output_statistics()
         return g
@@ -265,14 +268,14 @@ class _Step:
         if plan.score.granularity == "sublayer" and count:
             x = self._sublayers(layer, x, is_gated)
         else:
-            if count < self.L and kept is None:
-                x = self._restored(layer, x)
             if is_gated:
                 own = self._gate(layer, before)
                 inside = self._take(before, own, C)
                 y = self._block(layer, inside, self._turn(self.cos, own), self._turn(self.sin, own))
-                x = self._put(x, own, y, C)
+                x = self._put_back(layer, before, own, y)
                 self._move(inside, y, own)
+            elif not count and kept is None:
+                x = self._restored(x, self._residuals(layer))
             elif count:
                 x = self._block(layer, x, self.cos, self.sin)
                 self._move(before, x, kept)
@@ -297,32 +300,44 @@ class _Step:
                 y = self._take(x, kept, C)
                 cos, sin = self._turn(cos, kept), self._turn(sin, kept)
             if part == "attention":
-                change = self._self_attention(layer, y, cos, sin)
+                y = self._self_attention(layer, y, cos, sin)
             elif part == "cross":
-                change = self._cross_attention(layer, y)
+                y = self._cross_attention(layer, y)
             else:
-                change = self._feed_forward(layer, y)
-            if is_gated:
-                whole = self.route.counts[layer] == self.L
-                x = self._put(x if whole else self._restored(layer, x, part), kept, g.Add(y, change), C)
-            else:
-                x = g.Add(x, change)
+                y = self._feed_forward(layer, y)
+            x = self._put_back(layer, x, kept, y, part) if is_gated else y
             if layer in plan.residual_layers(self.scale):
                 g.output(g.Sub(x, before), names[part], (self.L, self.R, C))
         return x
 
-    def _restored(self, layer: int, x: ir.Value, part: str = "") -> ir.Value:
-        """x with an earlier scale's residual, resampled to this map, where the plan asks for it."""
-        g, plan, R, C = self.g, self.plan, self.R, self.config.width
+    def _put_back(self, layer: int, x: ir.Value, kept: ir.Value, y: ir.Value, part: str = "") -> ir.Value:
+        """y at the kept positions, elsewhere x with the restored residual. x: [L, R, C]; y: [n, R, C]."""
+        g, C = self.g, self.config.width
+        if self.route.counts[layer] == self.L:
+            return self._put(x, kept, y, C)
+        residuals = self._residuals(layer, part)
+        if len(residuals) == 1 and self._is_shared():
+            residual, rows, columns = residuals[0]
+            if rows is not None and columns is not None:
+                return g.custom("TokenRestore", [x, residual, g.constant(rows), g.constant(columns), kept, y])
+        return self._put(self._restored(x, residuals), kept, y, C)
+
+    def _residuals(self, layer: int, part: str = "") -> list[Residual]:
+        """An earlier scale's residuals of a layer, where the plan asks for them."""
+        g, plan = self.g, self.plan
         source = plan.residual_scale(self.scale)
         if source is None:
-            return x
+            return []
         height, width = self.schedule[source]
-        for name in residual_names(plan, self.scale, layer, source):
-            if part and not name.endswith(part):
-                continue
-            residual = g.input(name, (height * width, R, C))
-            rows, columns = resize_pair(plan.restore.resample, (height, width), self.size)
+        names = [name for name in residual_names(plan, self.scale, layer, source) if not part or name.endswith(part)]
+        matrices = resize_pair(plan.restore.resample, (height, width), self.size)
+        return [(g.input(name, (height * width, self.R, self.config.width)), *matrices) for name in names]
+
+    def _restored(self, x: ir.Value, residuals: list[Residual]) -> ir.Value:
+        """x with what `_residuals` found, resampled to this map."""
+        g, R, C = self.g, self.R, self.config.width
+        for residual, rows, columns in residuals:
+            height, width = self.schedule[self.plan.residual_scale(self.scale) or 0]
             if columns is not None:  # along x: [h] batches of [w', w] @ [w, R*C]
                 residual = g.MatMul(g.constant(columns), g.reshape(residual, (height, width, R * C)))
             if rows is not None:  # along y: [h', h] @ [h, w'*R*C]
@@ -354,45 +369,28 @@ class _Step:
 
     def _block(self, layer: int, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
         """One transformer block on n tokens. x: [n, R, C]; cos, sin: [n, 1 or R, 1, D/2]."""
-        g = self.g
-        x = g.Add(x, self._self_attention(layer, x, cos, sin))
-        x = g.Add(x, self._cross_attention(layer, x))
-        return g.Add(x, self._feed_forward(layer, x))
+        x = self._self_attention(layer, x, cos, sin)
+        return self._feed_forward(layer, self._cross_attention(layer, x))
 
     def _self_attention(self, layer: int, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
-        """What self-attention adds to x."""
-        g, config, R = self.g, self.config, self.R
-        C, H, D = config.width, config.heads, config.head_width
+        """x with what self-attention adds to it."""
+        g, config = self.g, self.config
         p = f"layers.{layer}"
         gamma1, _, scale1, _, shift1, _ = self._modulated(layer)
-        y = g.Add(g.Mul(g.layer_norm(x, C), scale1), shift1)
-        qkv = g.linear(y, f"{p}.qkv", f"{p}.qkv_bias")
-        q, k, v = g.split(g.reshape(qkv, (-1, R, 3 * H, D)), 2, [H, H, H])  # each [n, R, H, D]
-        q = g.Mul(self._unit(q), g.weight(f"{p}.scale_mul"))
-        q, k = self._rotate(q, cos, sin), self._rotate(self._unit(k), cos, sin)
-        o = self._attention(layer, g.narrow(q), g.narrow(k), v)
-        o = g.linear(g.reshape(o, (-1, R, C)), f"{p}.proj", f"{p}.proj_bias")
-        return g.Mul(g.f32(o), gamma1)
+        qkv = g.MatMul(g.modulated_norm(x, scale1, shift1), g.weight(f"{p}.qkv"))
+        operands = [qkv, g.weight(f"{p}.qkv_bias"), g.weight(f"{p}.scale_mul"), cos, sin]
+        q, k, v = g.custom("RotaryHeads", operands, outputs=3, heads=[config.heads])  # each [n, R, H, D]
+        o = g.reshape(self._attention(layer, q, k, v), (-1, self.R, config.width))
+        return g.gated_residual(x, o, f"{p}.proj", gamma1)
 
     def _feed_forward(self, layer: int, x: ir.Value) -> ir.Value:
-        """What the feed-forward layer adds to x."""
+        """x with what the feed-forward layer adds to it."""
         g = self.g
         p = f"layers.{layer}"
         _, gamma2, _, scale2, _, shift2 = self._modulated(layer)
-        y = g.Add(g.Mul(g.layer_norm(x, self.config.width), scale2), shift2)
-        y = g.Gelu(g.linear(y, f"{p}.fc1", f"{p}.fc1_bias"), approximate="tanh")
-        return g.Mul(g.f32(g.linear(y, f"{p}.fc2", f"{p}.fc2_bias")), gamma2)
-
-    def _unit(self, x: ir.Value) -> ir.Value:
-        """fp32 x / max(|x|, 1e-12) over the head width."""
-        g = self.g
-        x = g.f32(x)
-        return g.Div(x, g.Max(g.ReduceL2(x, [-1], keepdims=1), np.float32(1e-12)))
-
-    def _rotate(self, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
-        g, half = self.g, self.config.head_width // 2
-        a, b = g.split(x, -1, [half, half])
-        return g.Concat(g.Sub(g.Mul(a, cos), g.Mul(b, sin)), g.Add(g.Mul(a, sin), g.Mul(b, cos)), axis=-1)
+        inner = g.MatMul(g.modulated_norm(x, scale2, shift2), g.weight(f"{p}.fc1"))
+        inner = g.custom("BiasGelu", [inner, g.weight(f"{p}.fc1_bias")])
+        return g.gated_residual(x, inner, f"{p}.fc2", gamma2)
 
     def _attention(self, layer: int, q: ir.Value, k: ir.Value, v: ir.Value) -> ir.Value:
         """Self-attention over cache and new keys; the new ones are outputs in cache layout."""
@@ -414,21 +412,16 @@ class _Step:
         return o
 
     def _cross_attention(self, layer: int, x: ir.Value) -> ir.Value:
-        """What attention to the prompt adds to x. x: [n, R, C]."""
+        """x with what attention to the prompt adds to it. x: [n, R, C]."""
         g, config, R, T = self.g, self.config, self.R, self.options.text_tokens
         C, H, D = config.width, config.heads, config.head_width
         p = f"layers.{layer}"
-        y = g.LayerNormalization(
-            x, g.weight(f"{p}.cross_norm"), g.weight(f"{p}.cross_norm_bias"), axis=-1, epsilon=1e-6
-        )
-        keys = g.input(f"cross_k_{layer:02d}", (R, H, D, T), self.cache_dtype)
-        values = g.input(f"cross_v_{layer:02d}", (R, H, T, D), self.cache_dtype)
-        q = g.reshape(g.linear(y, f"{p}.cross_q", f"{p}.cross_q_bias"), (-1, R, H, D))
-        q = g.Transpose(q, perm=[1, 2, 0, 3])  # [R, H, n, D]
-        scores = g.Mul(g.f32(g.MatMul(q, keys)), np.float32(D**-0.5))
-        weights = g.narrow(g.Softmax(g.Add(scores, self.text_mask), axis=-1))
-        o = g.Transpose(g.MatMul(weights, values), perm=[2, 0, 1, 3])  # [n, R, H, D]
-        return g.f32(g.linear(g.reshape(o, (-1, R, C)), f"{p}.cross_proj", f"{p}.cross_proj_bias"))
+        norm, shift = (g.reshape(g.weight(f"{p}.{name}"), (1, 1, C)) for name in ("cross_norm", "cross_norm_bias"))
+        q = g.MatMul(g.modulated_norm(x, norm, shift), g.weight(f"{p}.cross_q"))
+        q = g.reshape(g.Add(q, g.weight(f"{p}.cross_q_bias")), (-1, R, H, D))
+        keys, values = (g.input(f"cross_{kind}_{layer:02d}", (T, R, H, D), self.cache_dtype) for kind in "kv")
+        o = g.reshape(g.custom("MaskedAttention", [q, keys, values, self.text_mask], scale=D**-0.5), (-1, R, C))
+        return g.gated_residual(x, o, f"{p}.cross_proj", g.constant(np.ones((1, 1, C), np.float32)))
 
     # -- codes -----------------------------------------------------------------------------------------------------
 
@@ -448,7 +441,7 @@ class _Step:
             x = g.Slice(x, [0], [rows], [1])
             modulation = g.Slice(modulation, [0], [rows], [1])
         scale, shift = g.split(modulation, 0, [1, 1])
-        y = g.Add(g.Mul(g.layer_norm(x, config.width), g.Add(scale, np.float32(1))), shift)
+        y = g.modulated_norm(x, g.Add(scale, np.float32(1)), shift, "F32")
         raw = g.Add(g.MatMul(y, g.weight("head")), g.weight("head_bias"))
         self._watch("raw", raw, (self.L, rows, 2 * config.bits))
         if mixes and self.plan.measures_gap(self.scale):
@@ -462,27 +455,21 @@ class _Step:
         return logits
 
     def _draw(self, logits: ir.Value, noise: ir.Value, limit: ir.Value) -> ir.Value:
-        """Bits in closed form: certain beyond the limit, else noise < sigmoid(odds)."""
-        g, bits = self.g, self.config.bits
-        zero, one = g.split(g.reshape(logits, (-1, self.B, bits, 2)), -1, [1, 1])
-        odds = g.reshape(g.Sub(one, zero), (-1, self.B, bits))
-        certain_zero = g.LessOrEqual(odds, g.Neg(limit))
-        certain_one = g.GreaterOrEqual(odds, limit)
-        chance = g.Where(certain_zero, np.float32(0), g.Sigmoid(odds))
-        chance = g.Where(certain_one, np.float32(1), chance)
-        return g.Less(noise, chance)
+        """Bits [L or n, B, bits] int32 from logits [L or n, B, 2*bits] and noise."""
+        g = self.g
+        pairs = g.reshape(logits, (-1, self.B, self.config.bits, 2))
+        return g.custom("BitSampler", [pairs, noise, limit])  # int32, since TensorRT knows no uint8 here
 
     def _output_codes(self, drawn: ir.Value, drawn_at: ir.Value | None) -> None:
-        """bits, codes_next and own_codes. drawn: [L or n, B, bits] bool, at the positions `drawn_at`."""
+        """bits, codes_next and own_codes. drawn: [L or n, B, bits] int32, at the positions `drawn_at`."""
         g, config, L, B = self.g, self.config, self.L, self.B
         bits = config.bits
-        drawn_bits = g.Cast(drawn, to=INT32)  # TensorRT knows no uint8 here
         value = np.float32(config.code_channels**-0.5)
-        values = g.Where(drawn, value, -value)
+        values = g.Where(g.Cast(drawn, to=BOOL), value, -value)
         if drawn_at is not None:
             kept = self._of_images(drawn_at)
             none = g.full(np.int32(-1), (L, B, bits))
-            drawn_bits = self._put(none, kept, drawn_bits, bits, B)
+            drawn = self._put(none, kept, drawn, bits, B)
             if self.plan.restore.kind == "prev_code":
                 base = self._tokens(self._previous_codes())
             else:
@@ -492,7 +479,7 @@ class _Step:
         if ramp is not None and self.gate_names:
             weight = score_graphs.depth_weight(g, self._places(), L, ramp)  # [B, L]
             values = g.Mul(values, g.reshape(g.Transpose(weight, perm=[1, 0]), (L, B, 1)))
-        g.output(drawn_bits, "bits", (L, B, bits), "I32")
+        g.output(drawn, "bits", (L, B, bits), "I32")
         code = g.Transpose(values, perm=[1, 2, 0])  # [B, bits, L]
         if config.patchify:
             code = g.reshape(code, (B, config.code_channels, 2, 2, self.height, self.width))

@@ -1,4 +1,4 @@
-"""EntropyAttention and CachedAttention as ONNX functions: the definitions every host falls back to.
+"""EntropyAttention, CachedAttention and MaskedAttention as ONNX functions.
 
 Attention of this scale's tokens over cached and new keys; EntropyAttention also gives the entropy of its weights.
 They are two names and not one operator with an optional output, because ONNX Runtime refuses a call of a model-local
@@ -11,23 +11,25 @@ runtime can bind slices of one cache buffer without copies.
     o      [L, R, H, D]   softmax(scale * q k^T) v, in v's type
     entropy [L, R]        float32 nats, mean over heads: logsumexp(s) - sum(p * s), which never meets p log p
 
-`plugin_namespace` and `plugin_version` make TensorRT(-RTX) take a registered plugin instead of the body; ONNX Runtime
-prefers a registered custom operator of the same domain and name. Source: ToProVAR eq. 2.
+MaskedAttention is that over the prompt: k, v [T, R, H, D] and mask [R, T] float32, added to the scores.
+Source: ToProVAR eq. 2.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from toprovar.plugins.functions import function_of
+
 if TYPE_CHECKING:
     import onnx
 
-DOMAIN = "toprovar"
-PLUGIN_VERSION = "1"
-
-_ATTENTION = """
+_JOIN = """
     k = Concat <axis = 0> (k_past, k_new)
     v = Concat <axis = 0> (v_past, v_new)
+"""
+
+_SCORES = """
     queries = Transpose <perm = [1, 2, 0, 3]> (q)
     keys = Transpose <perm = [1, 2, 3, 0]> (k)
     values = Transpose <perm = [1, 2, 0, 3]> (v)
@@ -35,8 +37,17 @@ _ATTENTION = """
     wide = Cast <to = 1> (products)
     factor = Constant <value_float: float = @scale> ()
     scores = Mul (wide, factor)
+"""
+
+_MASK = """
+    middle = Constant <value_ints = [1, 2]> ()
+    hidden = Unsqueeze (mask, middle)
+    seen = Add (scores, hidden)
+"""
+
+_MIX = """
     weights = Softmax <axis = -1> (scores)
-    narrow = CastLike (weights, v_new)
+    narrow = CastLike (weights, v)
     mixed = MatMul (narrow, values)
     o = Transpose <perm = [2, 0, 1, 3]> (mixed)
 """
@@ -58,16 +69,15 @@ _ENTROPY = """
 """
 
 
-def _function(name: str, outputs: str, body: str) -> onnx.FunctionProto:
-    from onnx import parser
-
-    header = f'<domain: "{DOMAIN}", opset_import: ["" : 20]>\n{name} <scale, plugin_namespace, plugin_version>'
-    return parser.parse_function(f"{header} (q, k_new, v_new, k_past, v_past) => ({outputs}) {{{body}}}")
-
-
 def entropy_attention_function() -> onnx.FunctionProto:
-    return _function("EntropyAttention", "o, entropy", _ATTENTION + _ENTROPY)
+    body = _JOIN + _SCORES + _MIX + _ENTROPY
+    return function_of("EntropyAttention", "scale", "q, k_new, v_new, k_past, v_past", "o, entropy", body)
 
 
 def cached_attention_function() -> onnx.FunctionProto:
-    return _function("CachedAttention", "o", _ATTENTION)
+    return function_of("CachedAttention", "scale", "q, k_new, v_new, k_past, v_past", "o", _JOIN + _SCORES + _MIX)
+
+
+def masked_attention_function() -> onnx.FunctionProto:
+    body = _SCORES + _MASK + _MIX.replace("(scores)", "(seen)")
+    return function_of("MaskedAttention", "scale", "q, k, v, mask", "o", body)

@@ -11,11 +11,12 @@ namespace toprovar
 struct ModulatedNormProblem
 {
     float const* x;     // [n, R, C]
-    float const* scale; // [1, R, C]
-    float const* shift; // [1, R, C]
+    float const* scale; // [1, P, C]
+    float const* shift; // [1, P, C]
     void* y;            // [n, R, C]
     int64_t n;
     int32_t R;
+    int32_t P;          // rows of scale and shift: 1 (shared) or R
     int32_t C;
     float epsilon;
     DataType type;      // of y

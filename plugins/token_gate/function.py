@@ -11,23 +11,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from toprovar.plugins.functions import function_of
+
 if TYPE_CHECKING:
     import onnx
 
 _BODY = """
-<domain: "toprovar", opset_import: ["" : 20]>
-TokenGate <count, plugin_namespace, plugin_version> (score) => (indices)
-{
     k = Constant <value_ints: ints = @count> ()
     lowest, chosen = TopK <axis = -1, largest = 0, sorted = 1> (score, k)
     positions = Cast <to = 1> (chosen)
     ascending, order = TopK <axis = -1, largest = 0, sorted = 1> (positions, k)
     indices = Cast <to = 7> (ascending)
-}
 """
 
 
 def token_gate_function() -> onnx.FunctionProto:
-    from onnx import parser
-
-    return parser.parse_function(_BODY)
+    return function_of("TokenGate", "count", "score", "indices", _BODY)

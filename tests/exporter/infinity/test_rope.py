@@ -43,7 +43,7 @@ def test_fifty_four_rows_at_ratio_three_differ_from_float64() -> None:
 
 @pytest.mark.parametrize("head_width", [16, 96, 104, 112, 120, 128])
 @pytest.mark.parametrize("name", ["1.000", "3.000", "0.571"])
-def test_angles_are_bit_for_bit_those_of_pytorch(head_width: int, name: str) -> None:
+def test_angles_are_those_of_pytorch_up_to_its_power(head_width: int, name: str) -> None:
     torch = pytest.importorskip("torch", reason="needs PyTorch, whose rounding is the reference")
     template = TEMPLATES[name]
     half = head_width // 2
@@ -54,7 +54,9 @@ def test_angles_are_bit_for_bit_those_of_pytorch(head_width: int, name: str) -> 
         x = torch.outer(torch.round(torch.arange(width) * (template[-1][1] / width)), frequencies)
         grid = torch.cat([y[:, None].expand(height, width, -1), x[None].expand(height, width, -1)], dim=-1)
         rows.append(grid.flatten(0, 1))
-    assert (rope_angles(head_width, template) == torch.cat(rows).numpy()).all()
+    # PyTorch's float32 power is correctly rounded on one processor and one unit off on the next (seen on AVX-512 and
+    # AVX2 machines): one unit of the frequency and one of the product remain
+    np.testing.assert_allclose(rope_angles(head_width, template), torch.cat(rows).numpy(), rtol=2 * 2.0**-23, atol=0)
 
 
 def test_smaller_budgets_are_prefixes_of_the_largest() -> None:
