@@ -113,7 +113,7 @@ class CudaMemory:
         return DeviceBuffer(blocks[taken], tuple(shape), dtype)
 
     def reserve(self, size_bytes: int) -> int:
-        """Memory that is never handed out again. Returns: its address."""
+        """Memory that is not handed out again. Returns: its address."""
         status, address = self.api.cudaMalloc(size_bytes)
         if int(status):
             _, free, total = self.api.cudaMemGetInfo()
@@ -124,6 +124,12 @@ class CudaMemory:
             )
         self.allocated_bytes += size_bytes
         return int(address)
+
+    def release(self, address: int, size_bytes: int) -> None:
+        """Frees what was reserved, once all that was asked for is done."""
+        self.wait()
+        checked(self.api.cudaFree(address))
+        self.allocated_bytes -= size_bytes
 
     def place(self, array: np.ndarray) -> DeviceBuffer:
         array = np.ascontiguousarray(array)

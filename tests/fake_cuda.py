@@ -25,6 +25,10 @@ class Kind(IntEnum):
     cudaMemcpyDeviceToDevice = 3
 
 
+class CaptureMode(IntEnum):
+    cudaStreamCaptureModeThreadLocal = 1
+
+
 class Attribute(IntEnum):
     cudaDevAttrComputeCapabilityMajor = 75
     cudaDevAttrComputeCapabilityMinor = 76
@@ -35,6 +39,7 @@ class FakeCuda:
 
     cudaMemcpyKind = Kind
     cudaDeviceAttr = Attribute
+    cudaStreamCaptureMode = CaptureMode
     cudaStreamNonBlocking = 1
 
     def __init__(self, limit_bytes: int = 1 << 30, capability: tuple[int, int] = (8, 9)) -> None:
@@ -42,6 +47,35 @@ class FakeCuda:
         self.reads: list[tuple[int, int]] = []
         self.limit_bytes, self.capability = limit_bytes, capability
         self.blocks: dict[int, np.ndarray] = {}
+        self.captured: list | None = None
+
+    def enqueue(self, work):
+        """What a library does with a kernel: runs it, or notes it where the stream is captured."""
+        if self.captured is None:
+            work()
+        else:
+            self.captured.append(work)
+
+    def cudaStreamBeginCapture(self, stream, mode):
+        self.captured = []
+        return (Status.cudaSuccess,)
+
+    def cudaStreamEndCapture(self, stream):
+        captured, self.captured = self.captured, None
+        return Status.cudaSuccess, captured
+
+    def cudaGraphInstantiate(self, graph, flags):
+        return Status.cudaSuccess, list(graph)
+
+    def cudaGraphLaunch(self, graph, stream):
+        self.calls.append("cudaGraphLaunch")
+        for work in graph:
+            work()
+        return (Status.cudaSuccess,)
+
+    def cudaFree(self, address):
+        del self.blocks[address]
+        return (Status.cudaSuccess,)
 
     def cudaSetDevice(self, device):
         self.calls.append("cudaSetDevice")

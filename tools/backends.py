@@ -51,4 +51,6 @@ class BackendChoice:
             )
         from toprovar.runtime.backends.tensorrt import TensorRtBackend
 
-        return TensorRtBackend(bundle, self.backend, cuda_graph=self.cuda_graph, profile_to=profile_to)
+        return TensorRtBackend(
+            bundle, self.backend, cuda_graph=self.cuda_graph, profile=profile_to is not None
+        )
