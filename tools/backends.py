@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
     from toprovar.runtime.backends.tensorrt import TensorRtBackend
 
+    RunningBackend = OnnxRuntimeBackend | TensorRtBackend
+
 BackendName = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
 DeviceName = Literal["cpu", "cuda"]
 OperatorChoice = Literal["auto", "library", "body"]
@@ -21,15 +23,15 @@ OperatorChoice = Literal["auto", "library", "body"]
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """Options as the commands have them; `threads` counts on the CPU."""
+    """Options as the commands have them. device: None is the backend's own; threads: on the CPU."""
 
     backend: BackendName = "onnxruntime"
-    device: DeviceName = "cpu"
+    device: DeviceName | None = None
     operators: OperatorChoice = "auto"
     cuda_graph: bool = True
     threads: int = 0
 
-    def open(self, bundle: Bundle, profile_to: Path | None = None) -> OnnxRuntimeBackend | TensorRtBackend:
+    def open(self, bundle: Bundle, profile_to: Path | None = None) -> RunningBackend:
         """Raises: EnvironmentFault or ToprovarError if this machine or the bundle cannot do it."""
         if self.backend == "onnxruntime":
             from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
@@ -37,7 +39,7 @@ class BackendChoice:
             return OnnxRuntimeBackend(
                 bundle,
                 self.threads,
-                device=self.device,
+                device=self.device or "cpu",
                 operators=self.operators,
                 cuda_graph=self.cuda_graph,
                 profile_to=profile_to,

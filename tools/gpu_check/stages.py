@@ -184,8 +184,7 @@ def large_times(context: Context, operators: str, cuda_graph: bool) -> dict[str,
         "open_s": time.perf_counter() - begin,
         "boundary": "the loop over all scales, sampling included; text, prompt and reading back apart",
     }
-    width = pipeline.manifest.text.width
-    rows = np.random.default_rng(1).standard_normal((TEXT_TOKENS, width), np.float32)
+    rows = _rows_for(folder)
     for variant in pipeline.manifest.variants:
         begin = time.perf_counter()
         pipeline.prepare(variant)
@@ -198,19 +197,24 @@ def large_times(context: Context, operators: str, cuda_graph: bool) -> dict[str,
 
 def profile_large(context: Context, operators: str) -> dict[str, Any]:
     """Time per operator kind and layer of one dense and one planned picture of the large model."""
+    from toprovar.tools.backends import BackendChoice
     from toprovar.tools.profiling import ProfileRequest, run_profile
 
     facts = {}
+    folder = context.work / f"{context.size}-{context.compute}"
     for variant in ("dense", "planned"):
         request = ProfileRequest(
-            bundle=context.work / f"{context.size}-{context.compute}",
-            variant=variant,
+            bundle=folder,
             out=context.work / f"profile-{variant}-{operators}",
-            device=context.device,
-            operators=operators,
+            variant=variant,
+            text_rows=_rows_for(folder),
             runs=context.runs,
+            choice=BackendChoice(device=context.device, operators=operators),  # type: ignore[arg-type]
         )
-        facts[variant] = run_profile(request)
+        found = run_profile(request, quiet=True)
+        facts[variant] = {name: found[name] for name in ("first_call_ms", "parts", "scales", "traces")}
+        for row in found["scales"]:
+            say(f"  {variant} scale {row['scale']}: {row['median_ms']:.2f} ms, {row.get('achieved_tflops', 0):.1f} TFLOP/s")
     return facts
 
 
@@ -223,6 +227,14 @@ def _demo(context: Context) -> Any:
     model = load_model("demo")
     model.transformer.to(context.device)
     return model
+
+
+def _rows_for(folder: Path) -> np.ndarray:
+    """Text rows of a bundle's width. Returns: [TEXT_TOKENS, width] float32."""
+    from toprovar.runtime.bundle import open_bundle
+
+    width = open_bundle(folder, verify=False).manifest.text.width
+    return np.random.default_rng(1).standard_normal((TEXT_TOKENS, width), np.float32)
 
 
 def _demo_text(model: Any, seed: int) -> np.ndarray:
