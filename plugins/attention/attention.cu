@@ -20,6 +20,7 @@ namespace
 
 constexpr int kMAX_PARTS = 16;
 constexpr int kMAX_DEVICES = 64;
+constexpr int kMOST_MULTIPROCESSORS = 256; // of any GPU: an engine may be built on another one than it runs on
 
 struct Device
 {
@@ -60,12 +61,12 @@ bool takesSm90(AttentionProblem const& p)
 }
 
 //! How many parts the keys are cut into, so that blocks fill the GPU once; each part keeps four tiles or more.
-int partsOf(AttentionProblem const& p)
+int partsOf(AttentionProblem const& p, int multiprocessors)
 {
     constexpr int kQUERIES = MmaAttention<__half, 128, true>::kQUERIES;
     constexpr int kKEYS = MmaAttention<__half, 128, true>::kKEYS;
     int64_t const blocks = (p.L + kQUERIES - 1) / kQUERIES * p.R * p.H;
-    int64_t const wanted = 2 * currentDevice().multiprocessors / blocks;
+    int64_t const wanted = 2 * std::min(multiprocessors, kMOST_MULTIPROCESSORS) / blocks;
     int64_t const possible = (p.S + p.N) / (4 * kKEYS);
     return int(std::clamp<int64_t>(std::min(wanted, possible), 1, kMAX_PARTS));
 }
@@ -105,7 +106,7 @@ cudaError_t launch16(AttentionProblem const& p, float* perHead, unsigned char* s
         return cudaError_t(launchSm90(p, perHead, stream));
 #endif
     }
-    Parts parts{nullptr, perHead, partsOf(p)};
+    Parts parts{nullptr, perHead, partsOf(p, currentDevice().multiprocessors)};
     if (parts.count > 1)
     {
         parts.o = reinterpret_cast<float*>(scratch);
@@ -150,9 +151,9 @@ size_t attentionScratchBytes(AttentionProblem const& p)
 {
     size_t const heads = size_t(p.L) * p.R * p.H;
     size_t bytes = needsPerHead(p) ? aligned(heads * 4) : 0;
-    if (p.type != DataType::kFLOAT32 && !takesSm90(p))
+    if (p.type != DataType::kFLOAT32)
     {
-        int const parts = partsOf(p);
+        int const parts = partsOf(p, kMOST_MULTIPROCESSORS);
         bytes += parts > 1 ? heads * parts * (p.D + 3) * 4 : 0;
     }
     return bytes;

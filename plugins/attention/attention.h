@@ -33,7 +33,8 @@ struct AttentionProblem
     bool entropyPerHead;
 };
 
-//! Bytes of scratch memory that launchAttention needs for this problem on the current device.
+//! Bytes of scratch memory that launchAttention needs for this problem at most, on any device. Of the pointers, only
+//! whether `entropy` is null is read.
 size_t attentionScratchBytes(AttentionProblem const& problem);
 
 //! Runs on a CUDA stream. scratch: 256-byte aligned.
