@@ -51,6 +51,22 @@ Tau = Annotated[
 ]
 
 
+Targets = Annotated[
+    list[str] | None,
+    typer.Option("--target", help="onnxruntime, tensorrt or tensorrt-rtx; repeatable. Graphs are always written."),
+]
+Capabilities = Annotated[
+    str | None,
+    typer.Option(
+        "--compute-capability",
+        help="GPUs of tensorrt-rtx engines, with commas: 80, 86, 89, 120, 121; default 80,86,89,120.",
+    ),
+]
+FunctionBody = Annotated[
+    bool,
+    typer.Option("--allow-function-body", help="Build engines without plugins where the operator library lacks them."),
+]
+
 EXPORT_MODULES = ("torch", "onnx", "onnx_ir")
 CALIBRATE_MODULES = ("torch", "skimage", "matplotlib", "jinja2")
 EVALUATE_MODULES = ("torch", "onnx", "onnx_ir", "skimage")
@@ -242,9 +258,13 @@ def export(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the bundle; an older bundle there is replaced.")],
     plan: Annotated[Path | None, typer.Option("--plan", help="plan.json; dense without.")] = None,
+    target: Targets = None,
+    compute_capability: Capabilities = None,
+    allow_function_body: FunctionBody = False,
     dtype: Annotated[
-        NumberFormat, typer.Option("--dtype", help="Number format of matrix products; CPU bundles take fp32.")
-    ] = NumberFormat.fp32,
+        NumberFormat | None,
+        typer.Option("--dtype", help="Number format of matrix products; fp32, or bf16 where engines are asked for."),
+    ] = None,
     text_tokens: Annotated[
         int | None, typer.Option("--text-tokens", min=1, max=512, help="Prompt length; model's own default.")
     ] = None,
@@ -264,18 +284,49 @@ def export(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a bundle: per-scale ONNX step graphs over one weights file, dense and planned."""
+    """Write a bundle: per-scale ONNX step graphs over one weights file, dense and planned, and engines of them.
+
+    `toprovar-export rebuild BUNDLE` builds engines of an existing bundle.
+    """
 
     def body() -> None:
         console.require_packages("export", *EXPORT_MODULES)
+        from toprovar.tools.engine_building import EngineOptions
         from toprovar.tools.exporting import ExportRequest, run_export
 
         request = ExportRequest(
-            model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value, text_tokens=text_tokens,
-            images=images, aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run,
-            graphs_only=graphs_only,
+            model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value if dtype else None,
+            text_tokens=text_tokens, images=images, aspect=aspect, budget=budget, cfg=cfg, tau=tau,
+            overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
+            engines=EngineOptions(tuple(target or ()), compute_capability, allow_function_body),
         )  # fmt: skip
         facts = run_export(request, quiet=json)
+        if json:
+            console.print_json(facts)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def rebuild(
+    bundle: Annotated[Path, typer.Argument(help="Bundle folder; its checkpoint is not needed.")],
+    target: Targets = None,
+    compute_capability: Capabilities = None,
+    scale: Annotated[
+        int | None, typer.Option("--scale", min=0, help="Only the steps of this scale; all graphs if left out.")
+    ] = None,
+    allow_function_body: FunctionBody = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Build or rebuild the engines of an existing bundle; those it has, if no target is given."""
+
+    def body() -> None:
+        console.require_packages("rebuild", "onnx")
+        from toprovar.tools.engine_building import EngineOptions, run_rebuild
+
+        options = EngineOptions(tuple(target or ()), compute_capability, allow_function_body)
+        facts = run_rebuild(bundle, options, scale)
         if json:
             console.print_json(facts)
 
@@ -534,7 +585,11 @@ def export_main() -> None:
     _wait_passively()
     _interruptible()
     export_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    export_app.command(name="toprovar-export", cls=console.Single)(export)
+    if sys.argv[1:2] == ["rebuild"]:
+        sys.argv[:2] = [f"{sys.argv[0]} rebuild"]
+        export_app.command(name="toprovar-export rebuild", cls=console.Single)(rebuild)
+    else:
+        export_app.command(name="toprovar-export", cls=console.Single)(export)
     export_app()
 
 
