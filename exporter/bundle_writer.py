@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toprovar.exporter.engines.engine_store import carry_finished
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.output_folder import replacing
 from toprovar.exporter.routes import Route, routes
@@ -52,6 +53,7 @@ class Bill:
     graphs: int
     weights_bytes: int
     graph_bytes: int
+    largest_graph_bytes: int
     cache_bytes: int
     scales: list[dict[str, int]]
 
@@ -107,7 +109,7 @@ class BundleGraphs:
                 f"weight {name} does not fit into {self.dtypes[name]}: it holds values beyond its range",
                 "export with --dtype bf16 or fp32",
             )
-        return (tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor).numpy()
+        return (tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor).cpu().numpy()
 
     def prompt(self) -> GraphBuilder:
         from toprovar.exporter.infinity.graphs import prompt_graph
@@ -199,12 +201,14 @@ def export_bundle(
     schedule: tuple[tuple[int, int], ...] | None = None,
     overwrite: bool = True,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    keep_engines: bool = False,
 ) -> Manifest:
     """Exports a model, dense and (with a plan that prunes) planned.
 
-    out:         the bundle's folder; an existing bundle there is replaced when the new one is whole
-    on_progress: (what, done, total)
-    Raises:      ToprovarError if the plan belongs to another model or the folder cannot be written.
+    out:          the bundle's folder; an existing bundle there is replaced when the new one is whole
+    on_progress:  (what, done, total)
+    keep_engines: engines of a bundle that is replaced are kept aside, for a build to take those that still fit
+    Raises:       ToprovarError if the plan belongs to another model or the folder cannot be written.
     """
     if plan is None:
         if schedule is None:
@@ -214,7 +218,10 @@ def export_bundle(
     plan.check_backbone(model.backbone, plan.schedule)
     graphs = BundleGraphs(model, plan, options)
     with replacing(out, overwrite) as folder:
-        return _write(graphs, folder, guidance, on_progress)
+        manifest = _write(graphs, folder, guidance, on_progress)
+        if keep_engines and out.is_dir():
+            carry_finished(out, folder)
+        return manifest
 
 
 def _write(
@@ -363,4 +370,4 @@ def bill(graphs: BundleGraphs) -> Bill:
     for k in range(graphs.plan.scales):
         counts = graphs.plan.counts(k)
         scales.append({"scale": k, "tokens": graphs.plan.tokens(k), "planned": sum(counts) // len(counts)})
-    return Bill(len(sizes), graphs.layout.size_bytes, sum(sizes), cache_bytes, scales)
+    return Bill(len(sizes), graphs.layout.size_bytes, sum(sizes), max(sizes), cache_bytes, scales)

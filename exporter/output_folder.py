@@ -9,12 +9,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import check_folder, read_json
-from toprovar.runtime.manifest import MANIFEST_FILE
+from toprovar.runtime.manifest import ENGINES_FOLDER, MANIFEST_FILE
+
+WORK_FOLDER = ".building"  # where engines wait until all are there
 
 
 def check_out(out: Path, overwrite: bool = True, marker: str = MANIFEST_FILE) -> Path:
@@ -52,13 +54,15 @@ def _check_replaceable(out: Path, place: Path, overwrite: bool, marker: str) -> 
             raise ToprovarError(
                 f"{out} is not empty and no bundle (it holds {holds[0]}); it is left alone", "choose another --out"
             )
-        if foreign := [name for name in holds if name not in own]:
+        if foreign := [name for name in holds if name not in own] + _foreign_engines(place, own):
             raise ToprovarError(
                 f"{out} holds {foreign[0]}, which is no part of the bundle there; it is left alone",
                 "move it away, or choose another --out",
             )
         if not overwrite:
             raise ToprovarError(f"{out} already holds a bundle", "choose another --out, or pass --overwrite")
+        with alone_with(place):  # whose engines nobody is building
+            pass
 
 
 def _files_of(folder: Path, marker: str) -> set[str] | None:
@@ -69,7 +73,13 @@ def _files_of(folder: Path, marker: str) -> set[str] | None:
         return None
     key = "files" if marker == MANIFEST_FILE else "graphs"
     is_ours = isinstance(facts, dict) and {"schema_version", "tool_version", key} <= facts.keys()
-    return {marker, *facts[key]} if is_ours and isinstance(facts[key], dict) else None
+    return {marker, ENGINES_FOLDER, *facts[key]} if is_ours and isinstance(facts[key], dict) else None
+
+
+def _foreign_engines(folder: Path, own: set[str]) -> list[str]:
+    """What lies in the folder of engines and is neither listed nor left by an interrupted build."""
+    found = sorted(path.relative_to(folder) for path in (folder / ENGINES_FOLDER).rglob("*") if not path.is_dir())
+    return [str(path) for path in found if str(path) not in own and WORK_FOLDER not in path.parts]
 
 
 @contextmanager
@@ -114,9 +124,32 @@ def _take_place(folder: Path, place: Path) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keeps other exports into a folder waiting, for the moment of a look or a rename; the lock dies with the process.
+    """Keeps other exports into a folder waiting, for the moment of a look or a rename."""
+    with _locked(folder, waits=True):
+        yield
+
+
+@contextmanager
+def alone_with(bundle: Path) -> Iterator[None]:
+    """Keeps a bundle from being built into, or replaced, by another process.
+
+    Raises: ToprovarError if another process is at it.
+    """
+    try:
+        with _locked(bundle, waits=False):
+            yield
+    except BlockingIOError:
+        raise ToprovarError(
+            f"engines of {bundle} are being built by another process", "wait until it has ended, then run this again"
+        ) from None
+
+
+@contextmanager
+def _locked(folder: Path, waits: bool) -> Iterator[None]:
+    """Holds a folder's lock, which dies with the process.
 
     Systems and disks without such locks go on without: there two exports at once may end with an error.
+    Raises: BlockingIOError if another process holds it and this one does not wait.
     """
     try:
         import fcntl
@@ -125,8 +158,12 @@ def _alone_in(folder: Path) -> Iterator[None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a network disk that has no locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a network disk that has no locks
         yield
     finally:
         os.close(handle)

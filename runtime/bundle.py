@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import read_json
-from toprovar.runtime.manifest import MANIFEST_FILE, Manifest
+from toprovar.runtime.manifest import ENGINES_FOLDER, MANIFEST_FILE, Manifest
 from toprovar.runtime.plan import Plan, load_plan, model_from_json
 from toprovar.runtime.signatures import check_signatures
 
@@ -51,25 +52,38 @@ class Bundle:
                 weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ToprovarError(f"{path} is not readable as safetensors: {error}", "export the bundle again") from None
-        text = self.manifest.text
-        table = weights.get(text.unconditional)
+        return weights
+
+    def unconditional_rows(self) -> np.ndarray:
+        """The learned text rows that stand for no prompt. Returns: [rows, text width] float32.
+
+        Raises: ToprovarError if the weights file has none, or of another width.
+        """
+        path, text = self.path(self.manifest.weights_file), self.manifest.text
+        try:
+            with safe_open(path, framework="numpy") as file:
+                names = set(file.keys())
+                table = file.get_tensor(text.unconditional) if text.unconditional in names else None
+        except SafetensorError as error:
+            raise ToprovarError(f"{path} is not readable as safetensors: {error}", "export the bundle again") from None
         if table is None or table.ndim != 2 or table.shape[1] != text.width:
             found = "missing" if table is None else f"{table.dtype}{list(table.shape)}"
             raise ToprovarError(
                 f"{path}: tensor {text.unconditional} is {found}; expected [rows, {text.width}]",
                 "export the bundle again",
             )
-        return weights
+        return table.astype(np.float32)
 
     @property
     def size_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
 
-def open_bundle(folder: Path, verify: bool = True) -> Bundle:
+def open_bundle(folder: Path, verify: bool = True, engines: bool = True) -> Bundle:
     """Reads and checks a bundle.
 
-    verify: also compares digests (sizes are always compared).
+    verify:  also compares digests (sizes are always compared).
+    engines: also checks files of engines; their builder mends what it finds.
     Raises: ToprovarError naming the first thing that is wrong: no bundle, another schema, a missing, short or
             changed file.
     """
@@ -89,6 +103,12 @@ def open_bundle(folder: Path, verify: bool = True) -> Bundle:
     except ToprovarError as error:
         raise ToprovarError(f"{path}: {error.message}", error.hint) from None
     for name, facts in manifest.files.items():
+        is_engine = name.startswith(f"{ENGINES_FOLDER}/")
+        if is_engine and not engines:
+            continue
+        hint = "copy the bundle again, or export it again"
+        if is_engine:
+            hint = f"build it again:  toprovar-export rebuild {shlex.quote(str(folder))} --target {name.split('/')[1]}"
         file = folder / name
         if not file.is_file():
             raise ToprovarError(
@@ -97,12 +117,7 @@ def open_bundle(folder: Path, verify: bool = True) -> Bundle:
         size = file.stat().st_size
         if size != facts.size_bytes:
             kind = "cut short" if size < facts.size_bytes else "longer than it was"
-            raise ToprovarError(
-                f"{file} is {kind}: {size} bytes, {facts.size_bytes} expected",
-                "copy the bundle again, or export it again",
-            )
+            raise ToprovarError(f"{file} is {kind}: {size} bytes, {facts.size_bytes} expected", hint)
         if verify and sha256_of(file) != facts.sha256:
-            raise ToprovarError(
-                f"{file} was changed: its sha256 differs from the manifest", "copy the bundle again, or export it again"
-            )
+            raise ToprovarError(f"{file} was changed: its sha256 differs from the manifest", hint)
     return Bundle(folder, manifest, sha256_of(path))

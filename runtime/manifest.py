@@ -1,14 +1,14 @@
 """The manifest: what a bundle is, checked before anything is loaded.
 
 Every file is named with its size and digest, every graph with its signature, so that a C++ or Python server can
-allocate before it opens a graph. Paths are plain file names inside the folder.
+allocate before it opens a graph. Paths are plain file names inside the folder, or `engines/<target>/<plain name>`.
 """
 
 from __future__ import annotations
 
 import re
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -21,12 +21,16 @@ from toprovar.runtime.plan import Backbone
 MANIFEST_FILE = "manifest.json"
 MAX_TENSOR_BYTES = 2**40
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}")
+ROWS = re.compile(r"([^\[\]]+)\[(0|[1-9]\d{0,9}):([1-9]\d{0,9})\]")
+
+EngineTarget = Literal["tensorrt", "tensorrt-rtx"]
+ENGINES_FOLDER = "engines"
 
 Extent = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Dtype = Literal["F32", "F16", "BF16", "I64", "I32", "U8"]
 # number format of a bundle -> type of its matrix products and its cache
 COMPUTE_DTYPES: dict[str, Dtype] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-NUMPY_DTYPES = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
+NUMPY_DTYPES: dict[Dtype, type] = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1}
 
 
@@ -37,9 +41,39 @@ def check_file_name(name: str) -> str:
     return name
 
 
+def check_engine_file(name: str) -> str:
+    """engines/<target>/<plain name>, and nothing else."""
+    folder, _, rest = name.partition("/")
+    target, _, plain = rest.partition("/")
+    if folder != ENGINES_FOLDER or target not in get_args(EngineTarget) or not FILE_NAME.fullmatch(plain):
+        raise ValueError(f"{name!r} is no file of engines; expected engines/<target>/<plain file name>")
+    return name
+
+
+def tensor_rows(name: str) -> tuple[str, tuple[int, int] | None]:
+    """What an engine's weight input is: a tensor of the weights file, or rows of one.
+
+    "rope_cos[5:14]" is ("rope_cos", (5, 14)), end excluded; "head" is ("head", None).
+    Raises: ValueError for brackets that hold no rows.
+    """
+    match = ROWS.fullmatch(name)
+    if match is None:
+        if not name or "[" in name or "]" in name:
+            raise ValueError(f"{name!r} names no tensor of the weights file; expected NAME or NAME[START:END]")
+        return name, None
+    start, end = int(match[2]), int(match[3])
+    if start >= end:
+        raise ValueError(f"{name!r} holds no rows")
+    return match[1], (start, end)
+
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+LayerCounts = dict[str, Annotated[int, Field(ge=1)]]
+
+
 class FileFacts(Part):
     size_bytes: Annotated[int, Field(ge=0)]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
 
 
 class TensorFacts(Part):
@@ -110,6 +144,67 @@ class Text(Part):
     encoder: TextEncoder | None = None
 
 
+class Engine(Part):
+    """One graph, built ahead of time.
+
+    graph:         the ONNX file that it was built from; its signature gives the other inputs and the outputs
+    weights:       inputs bound to tensors of the weights file, or to rows of them, by name (`tensor_rows`), in
+                   binding order
+    plugin_layers: {operator: nodes} that run as plugins
+    inlined:       {operator: nodes} that want a plugin and were built from the operator's function body
+    key:           digest of all that decides the plan's bytes
+    """
+
+    file: str
+    graph: str
+    weights: tuple[str, ...]
+    plugin_layers: LayerCounts = Field(default_factory=dict)
+    inlined: LayerCounts = Field(default_factory=dict)
+    key: Sha256
+
+    _place = field_validator("file")(check_engine_file)
+    _plain = field_validator("graph")(check_file_name)
+
+    @field_validator("weights")
+    @classmethod
+    def _rows(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            tensor_rows(name)
+        if len(set(names)) < len(names):
+            raise ValueError("a weight is named twice")
+        return names
+
+
+class EngineSet(Part):
+    """The engines of one target; some graphs may have none.
+
+    builder_version:      of TensorRT or TensorRT-RTX; TensorRT loads plans of exactly this version
+    compute_capabilities: "8.9", …: GPUs that the plans run on
+    plugin_sha256:        digest of the sources of the operator library whose plugins the plans call; None for none
+    """
+
+    target: EngineTarget
+    builder_version: Annotated[str, Field(pattern=r"^\d+(\.\d+){1,3}$")]
+    compute_capabilities: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^\d{1,2}\.\d$")], ...], Field(min_length=1, max_length=16)
+    ]
+    plugin_sha256: Sha256 | None = None
+    engines: tuple[Engine, ...]
+
+    @property
+    def plugin_layers(self) -> dict[str, int]:
+        """{operator: nodes} of all engines."""
+        total: dict[str, int] = {}
+        for engine in self.engines:
+            for kind, count in engine.plugin_layers.items():
+                total[kind] = total.get(kind, 0) + count
+        return total
+
+    def engine_of(self, graph: str) -> Engine | None:
+        """The engine built from an ONNX file of the bundle."""
+        return next((engine for engine in self.engines if engine.graph == graph), None)
+
+
 class Manifest(Part):
     """images: pictures that one run of the step graphs can draw together; one alone always goes.
     decisions: of the variant planned; small_decoder: codes to the small picture that they look at.
@@ -134,6 +229,7 @@ class Manifest(Part):
     plan_file: str | None = None
     method: str = "dense"
     weights_file: str
+    engines: dict[EngineTarget, EngineSet] = Field(default_factory=dict)
     files: dict[str, FileFacts]
 
     _plain = field_validator("weights_file")(check_file_name)
@@ -147,8 +243,16 @@ class Manifest(Part):
     @classmethod
     def _plain_files(cls, files: dict[str, FileFacts]) -> dict[str, FileFacts]:
         for name in files:
-            check_file_name(name)
+            check_engine_file(name) if name.startswith(f"{ENGINES_FOLDER}/") else check_file_name(name)
         return files
+
+    @property
+    def graphs(self) -> dict[str, Graph]:
+        """Every ONNX file of the bundle, in the order in which they run; the decoders last."""
+        encoder = self.text.encoder
+        steps = [step.graph for steps in self.variants.values() for step in steps]
+        named = (encoder.graph if encoder else None, self.prompt, *steps, self.small_decoder, self.decoder)
+        return {graph.file: graph for graph in named if graph is not None}
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
@@ -161,6 +265,7 @@ class Manifest(Part):
         missing = sorted(named - self.files.keys())
         if missing:
             raise ValueError(f"file {missing[0]} is used but has no entry under files")
+        self._check_engines()
         if "dense" not in self.variants:
             raise ValueError("a bundle needs the variant dense")
         for name, steps in self.variants.items():
@@ -175,3 +280,24 @@ class Manifest(Part):
         if len(self.guidance.cfg) != len(self.schedule) or len(self.guidance.tau) != len(self.schedule):
             raise ValueError("guidance must give one cfg and one tau per scale")
         return self
+
+    def _check_engines(self) -> None:
+        graphs = self.graphs
+        for target, engines in self.engines.items():
+            if engines.target != target:
+                raise ValueError(f"engines.{target} holds engines of target {engines.target}")
+            for engine in engines.engines:
+                if engine.file not in self.files:
+                    raise ValueError(f"file {engine.file} is used but has no entry under files")
+                if not engine.file.startswith(f"{ENGINES_FOLDER}/{target}/"):
+                    raise ValueError(f"engines.{target} names {engine.file}, which lies in another target's folder")
+                if engine.graph not in graphs:
+                    raise ValueError(f"{engine.file} was built from {engine.graph}, which is no graph of this bundle")
+                if clash := set(engine.weights) & graphs[engine.graph].inputs.keys():
+                    raise ValueError(f"{engine.file} takes {min(clash)} as weight and as input")
+                if engine.plugin_layers and engines.plugin_sha256 is None:
+                    raise ValueError(f"{engine.file} calls plugins; engines.{target} names no plugin library")
+            for kind in ("file", "graph"):
+                named = [getattr(engine, kind) for engine in engines.engines]
+                if len(set(named)) < len(named):
+                    raise ValueError(f"engines.{target} names a {kind} twice")

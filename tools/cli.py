@@ -13,12 +13,15 @@ import sys
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from toprovar.tools import console
+
+if TYPE_CHECKING:
+    from toprovar.tools.backends import BackendChoice
 
 
 class Group(console.OneMessage, TyperGroup):
@@ -50,6 +53,22 @@ Tau = Annotated[
     typer.Option("--tau", help="Temperature: one value, or one per scale with commas."),
 ]
 
+
+Targets = Annotated[
+    list[str] | None,
+    typer.Option("--target", help="onnxruntime, tensorrt or tensorrt-rtx; repeatable. Graphs are always written."),
+]
+Capabilities = Annotated[
+    str | None,
+    typer.Option(
+        "--compute-capability",
+        help="GPUs of tensorrt-rtx engines, with commas: 80, 86, 89, 120, 121; default 80,86,89,120.",
+    ),
+]
+FunctionBody = Annotated[
+    bool,
+    typer.Option("--allow-function-body", help="Build engines without plugins where the operator library lacks them."),
+]
 
 EXPORT_MODULES = ("torch", "onnx", "onnx_ir")
 CALIBRATE_MODULES = ("torch", "skimage", "matplotlib", "jinja2")
@@ -94,6 +113,18 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class Backend(str, Enum):
+    onnxruntime = "onnxruntime"
+    tensorrt = "tensorrt"
+    tensorrt_rtx = "tensorrt-rtx"
+
+
+class Operators(str, Enum):
+    auto = "auto"
+    library = "library"
+    body = "body"
+
+
 class NumberFormat(str, Enum):
     fp32 = "fp32"
     fp16 = "fp16"
@@ -102,6 +133,32 @@ class NumberFormat(str, Enum):
 
 class HeaderSource(str, Enum):
     pip = "pip"
+
+
+BackendOption = Annotated[
+    Backend, typer.Option("--backend", help="What runs the bundle; TensorRT's need engines (toprovar rebuild).")
+]
+DeviceOption = Annotated[
+    Device | None, typer.Option("--device", help="cpu, or cuda; the backend's own if left out: onnxruntime's is cpu.")
+]
+OperatorsOption = Annotated[
+    Operators,
+    typer.Option(
+        "--operators", help="Our operators by the built library or by their ONNX bodies; auto: library on a GPU."
+    ),
+]
+CudaGraphOption = Annotated[
+    bool, typer.Option("--cuda-graph/--no-cuda-graph", help="On a GPU: capture steps once and replay them.")
+]
+ThreadsOption = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")]
+
+
+def _choice(
+    backend: Backend, device: Device | None, operators: Operators, cuda_graph: bool, threads: int
+) -> BackendChoice:
+    from toprovar.tools.backends import BackendChoice
+
+    return BackendChoice(backend.value, device.value if device else None, operators.value, cuda_graph, threads)
 
 
 def _command_line() -> str:
@@ -246,9 +303,13 @@ def export(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the bundle; an older bundle there is replaced.")],
     plan: Annotated[Path | None, typer.Option("--plan", help="plan.json; dense without.")] = None,
+    target: Targets = None,
+    compute_capability: Capabilities = None,
+    allow_function_body: FunctionBody = False,
     dtype: Annotated[
-        NumberFormat, typer.Option("--dtype", help="Number format of matrix products; CPU bundles take fp32.")
-    ] = NumberFormat.fp32,
+        NumberFormat | None,
+        typer.Option("--dtype", help="Number format of matrix products; fp32, or bf16 where engines are asked for."),
+    ] = None,
     text_tokens: Annotated[
         int | None, typer.Option("--text-tokens", min=1, max=512, help="Prompt length; model's own default.")
     ] = None,
@@ -268,18 +329,49 @@ def export(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a bundle: per-scale ONNX step graphs over one weights file, dense and planned."""
+    """Write a bundle: per-scale ONNX step graphs over one weights file, dense and planned, and engines of them.
+
+    `toprovar-export rebuild BUNDLE` builds engines of an existing bundle.
+    """
 
     def body() -> None:
         console.require_packages("export", *EXPORT_MODULES)
+        from toprovar.tools.engine_building import EngineOptions
         from toprovar.tools.exporting import ExportRequest, run_export
 
         request = ExportRequest(
-            model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value, text_tokens=text_tokens,
-            images=images, aspect=aspect, budget=budget, cfg=cfg, tau=tau, overwrite=overwrite, dry_run=dry_run,
-            graphs_only=graphs_only,
+            model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value if dtype else None,
+            text_tokens=text_tokens, images=images, aspect=aspect, budget=budget, cfg=cfg, tau=tau,
+            overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
+            engines=EngineOptions(tuple(target or ()), compute_capability, allow_function_body),
         )  # fmt: skip
         facts = run_export(request, quiet=json)
+        if json:
+            console.print_json(facts)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def rebuild(
+    bundle: Annotated[Path, typer.Argument(help="Bundle folder; its checkpoint is not needed.")],
+    target: Targets = None,
+    compute_capability: Capabilities = None,
+    scale: Annotated[
+        int | None, typer.Option("--scale", min=0, help="Only the steps of this scale; all graphs if left out.")
+    ] = None,
+    allow_function_body: FunctionBody = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Build or rebuild the engines of an existing bundle; those it has, if no target is given."""
+
+    def body() -> None:
+        console.require_packages("rebuild", "onnx")
+        from toprovar.tools.engine_building import EngineOptions, run_rebuild
+
+        options = EngineOptions(tuple(target or ()), compute_capability, allow_function_body)
+        facts = run_rebuild(bundle, options, scale)
         if json:
             console.print_json(facts)
 
@@ -301,18 +393,22 @@ def run(
     preview_dir: Annotated[
         Path | None, typer.Option("--preview-dir", help="Also write the picture after every scale there.")
     ] = None,
-    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")] = 0,
+    backend: BackendOption = Backend.onnxruntime,
+    device: DeviceOption = None,
+    operators: OperatorsOption = Operators.auto,
+    cuda_graph: CudaGraphOption = True,
+    threads: ThreadsOption = 0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Make an image with a bundle. Needs numpy and onnxruntime only."""
+    """Make an image with a bundle. Needs numpy and one backend only."""
 
     def body() -> None:
         from toprovar.tools.running import run_bundle
 
         record = run_bundle(
             bundle, prompt, seed, out, variant=plan, negative=negative, cfg=cfg, tau=tau, preview_dir=preview_dir,
-            threads=threads, quiet=json,
+            choice=_choice(backend, device, operators, cuda_graph, threads), quiet=json,
         )  # fmt: skip
         if json:
             console.print_json(record)
@@ -326,7 +422,11 @@ def bench(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = "red apple",
     runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs per variant; the median counts.")] = 5,
     seed: Seed = 0,
-    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")] = 0,
+    backend: BackendOption = Backend.onnxruntime,
+    device: DeviceOption = None,
+    operators: OperatorsOption = Operators.auto,
+    cuda_graph: CudaGraphOption = True,
+    threads: ThreadsOption = 0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -335,11 +435,56 @@ def bench(
     def body() -> None:
         from toprovar.tools.bench import print_bench, run_bench
 
-        facts = run_bench(bundle, prompt, runs, seed, threads)
+        facts = run_bench(bundle, prompt, runs, seed, _choice(backend, device, operators, cuda_graph, threads))
         if json:
             console.print_json(facts)
         else:
             print_bench(facts)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def profile(
+    bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of profile.json and of raw traces.")] = Path(
+        "out/profile"
+    ),
+    variant: Annotated[
+        str | None, typer.Option("--variant", help="dense or planned; planned where the bundle has it.")
+    ] = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = "red apple",
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs; medians count.")] = 5,
+    seed: Seed = 0,
+    peak_tflops: Annotated[
+        float | None, typer.Option("--peak-tflops", min=0.001, help="Of the machine, for roofline times; TFLOP/s.")
+    ] = None,
+    peak_gbps: Annotated[
+        float | None, typer.Option("--peak-gbps", min=0.001, help="Memory bandwidth, for roofline times; GB/s.")
+    ] = None,
+    backend: BackendOption = Backend.onnxruntime,
+    device: DeviceOption = None,
+    operators: OperatorsOption = Operators.auto,
+    cuda_graph: CudaGraphOption = True,
+    threads: ThreadsOption = 0,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Where a picture's time goes: per scale, per layer and per kind of operator, against what the arithmetic needs."""
+
+    def body() -> None:
+        from toprovar.tools.profiling import ProfileRequest, print_profile, run_profile
+
+        request = ProfileRequest(
+            bundle=bundle, out=out, variant=variant, prompt=prompt, runs=runs, seed=seed, command=_command_line(),
+            choice=_choice(backend, device, operators, cuda_graph, threads), peak_tflops=peak_tflops,
+            peak_gbps=peak_gbps,
+        )  # fmt: skip
+        facts = run_profile(request, quiet=json)
+        if json:
+            console.print_json(facts)
+        else:
+            print_profile(facts)
 
     _finish(body, verbose)
 
@@ -603,7 +748,11 @@ def export_main() -> None:
     _wait_passively()
     _interruptible()
     export_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    export_app.command(name="toprovar-export", cls=console.Single)(export)
+    if sys.argv[1:2] == ["rebuild"]:
+        sys.argv[:2] = [f"{sys.argv[0]} rebuild"]
+        export_app.command(name="toprovar-export rebuild", cls=console.Single)(rebuild)
+    else:
+        export_app.command(name="toprovar-export", cls=console.Single)(export)
     export_app()
 
 

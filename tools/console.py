@@ -70,8 +70,9 @@ def print_error(message: str, hint: str = "") -> None:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, a plain line about every tenth elsewhere. Yields advance(done, total)."""
+def progress(what: str) -> Iterator[Callable[[float, int], None]]:
+    """A bar on a terminal, a plain line about every tenth elsewhere. Yields advance(done, total); done may be in
+    between two whole numbers."""
     if err.is_terminal:
         columns = (
             TextColumn("{task.description}"),
@@ -87,13 +88,13 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         told = -1
         started = time.perf_counter()
 
-        def advance(done: int, total: int) -> None:
+        def advance(done: float, total: int) -> None:
             nonlocal told
-            tenth = done * 10 // max(total, 1)
+            tenth = int(done * 10 // max(total, 1))
             if tenth > told:
                 told = tenth
                 left = (time.perf_counter() - started) / done * (total - done) if done else 0
-                say(f"{what}: {done}/{total}" + (f", about {left:.0f}s left" if 0 < done < total else ""))
+                say(f"{what}: {int(done)}/{total}" + (f", about {left:.0f}s left" if 0 < done < total else ""))
 
         yield advance
 

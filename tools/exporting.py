@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.model import load_model, published_without_weights
 from toprovar.exporter.output_folder import check_out
 from toprovar.runtime.bundle import open_bundle
+from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.manifest import MANIFEST_FILE
 from toprovar.runtime.plan import dense_plan, load_plan
 from toprovar.tools import console
+from toprovar.tools.engine_building import EngineOptions, build_with_progress, described, engine_bill, engine_facts
 from toprovar.tools.options import guidance_with, schedule_with
 
 
@@ -28,7 +30,7 @@ class ExportRequest:
     out: Path
     tokenizer: str | None = None
     plan: Path | None = None
-    dtype: str = "fp32"
+    dtype: str | None = None
     images: int = 1
     text_tokens: int | None = None
     aspect: float | None = None
@@ -38,12 +40,20 @@ class ExportRequest:
     overwrite: bool = True
     dry_run: bool = False
     graphs_only: bool = False
+    engines: EngineOptions = field(default_factory=EngineOptions)
 
 
 def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
     """Exports, or counts with `dry_run`. Returns: what was, or would be, built."""
     started = time.perf_counter()
+    engines = request.engines.request()
+    if engines.targets and request.graphs_only:
+        raise ToprovarError(
+            f"--graphs-only writes no weights; engines of {', '.join(engines.targets)} hold the small ones",
+            "leave --graphs-only or --target out",
+        )
     if not request.dry_run:
+        engines.check()
         check_out(request.out, request.overwrite, GRAPHS_FILE if request.graphs_only else MANIFEST_FILE)
     plan = load_plan(request.plan) if request.plan else None
     needs_weights = not (request.dry_run or request.graphs_only)
@@ -58,13 +68,13 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
             console.say("warning: the plan was calibrated on other weights of the same shape")
     guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
     text_tokens = request.text_tokens or model.settings.text_tokens
-    options = replace(
-        StepOptions.for_guidance(guidance, model.config.depth, text_tokens, request.dtype), images=request.images
-    )
+    dtype = request.dtype or ("bf16" if engines.targets else "fp32")
+    options = replace(StepOptions.for_guidance(guidance, model.config.depth, text_tokens, dtype), images=request.images)
     if not needs_weights:
         graphs = BundleGraphs(model, plan or dense_plan(model.backbone, schedule), options)
         if request.dry_run:
             facts = asdict(bill(graphs))
+            facts["engines"] = [engine_bill(target, facts) for target in engines.targets]
             if not quiet:
                 _print_bill(request.model, facts)
             return facts
@@ -87,10 +97,13 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
             schedule,
             request.overwrite,
             lambda what, done, total: advance(done, total),
+            keep_engines=bool(engines.targets),
         )
+    summaries = build_with_progress(request.out, engines) if engines.targets else []
     size_bytes = open_bundle(request.out, verify=False).size_bytes
     console.say(
-        f"wrote {request.out} ({len(manifest.schedule)} scales, {size_bytes / 1e6:.1f} MB) in "
+        f"wrote {request.out} ({len(manifest.schedule)} scales, {size_bytes / 1e6:.1f} MB"
+        f"{'; ' if summaries else ''}{described(summaries)}) in "
         f'{time.perf_counter() - started:.1f}s; next: toprovar run {console.quoted(request.out)} --prompt "…"'
     )
     return {
@@ -99,6 +112,7 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
         "weights_bytes": manifest.files[manifest.weights_file].size_bytes,
         "graphs": len([name for name in manifest.files if name.endswith(".onnx")]),
         "variants": list(manifest.variants),
+        "engines": [engine_facts(summary) for summary in summaries],
     }
 
 
@@ -110,6 +124,9 @@ def _print_bill(name: str, facts: dict[str, Any]) -> None:
     table.add_row("graph files", f"{facts['graph_bytes'] / 1e6:.1f} MB")
     table.add_row("weights file", f"{facts['weights_bytes'] / 1e6:.1f} MB")
     table.add_row("K/V cache at run time", f"{facts['cache_bytes'] / 1e6:.1f} MB")
+    for row in facts["engines"]:
+        table.add_row(f"{row['target']} engines", str(row["engines"]))
+        table.add_row(f"{row['target']} memory of one build, about", f"{row['peak_build_bytes'] / 1e6:.0f} MB")
     for row in facts["scales"]:
         table.add_row(f"scale {row['scale']}: tokens, planned mean per layer", f"{row['tokens']}, {row['planned']}")
     console.out.print(table)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import read_json
-from toprovar.runtime.manifest import MANIFEST_FILE
+from toprovar.runtime.manifest import MANIFEST_FILE, Engine, EngineSet, Manifest
 from toprovar.tools import console
 
 
@@ -132,6 +132,40 @@ def _bundle(folder: Path) -> dict[str, Any]:
         "bundle_bytes": bundle.size_bytes,
         "weights_bytes": manifest.files[manifest.weights_file].size_bytes,
         "files": len(manifest.files),
+        "engines": {target: _engines(manifest, engines) for target, engines in manifest.engines.items()},
+    }
+
+
+def _engines(manifest: Manifest, engines: EngineSet) -> dict[str, Any]:
+    """One target's engines: who built them for what, and each of them."""
+    return {
+        "builder_version": engines.builder_version,
+        "compute_capabilities": list(engines.compute_capabilities),
+        "plugin_sha256": engines.plugin_sha256,
+        "plugin_layers": engines.plugin_layers,
+        "graphs_without_engine": [name for name in manifest.graphs if engines.engine_of(name) is None],
+        "engines": [_engine(manifest, engine) for engine in engines.engines],
+    }
+
+
+def _engine(manifest: Manifest, engine: Engine) -> dict[str, Any]:
+    """scale, tokens and kept (tokens per layer) are None for graphs that run once per picture."""
+    uses = [(name, step) for name, steps in manifest.variants.items() for step in steps]
+    uses = [(name, step) for name, step in uses if step.graph.file == engine.graph]
+    step = uses[0][1] if uses else None
+    return {
+        "file": engine.file,
+        "graph": engine.graph,
+        "scale": step.scale if step else None,
+        "variants": list(dict.fromkeys(name for name, _ in uses)),
+        "paths": list(dict.fromkeys(step.path for _, step in uses)),
+        "images": step.images if step else 1,
+        "tokens": step.tokens if step else None,
+        "kept": list(step.counts) if step else None,
+        "size_bytes": manifest.files[engine.file].size_bytes,
+        "weight_inputs": len(engine.weights),
+        "plugin_layers": engine.plugin_layers,
+        "inlined": engine.inlined,
     }
 
 
@@ -140,9 +174,51 @@ def print_facts(facts: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column()
     table.add_column(overflow="fold")
+    engines = facts.get("engines", {}) if facts.get("kind") == "bundle" else {}
     for key, value in facts.items():
-        table.add_row(key, _text(value))
+        if value is not engines:
+            table.add_row(key, _text(value))
     console.out.print(table, markup=False)
+    for target, found in engines.items():
+        _print_engines(target, found)
+
+
+def _print_engines(target: str, found: dict[str, Any]) -> None:
+    plugins = found["plugin_sha256"][:12] if found["plugin_sha256"] else "none"
+    table = Table(
+        title=f"engines/{target}, built by {found['builder_version']} for {', '.join(found['compute_capabilities'])}; "
+        f"operator library {plugins}",
+        title_justify="left",
+        box=None,
+    )
+    table.add_column("file", no_wrap=True)
+    table.add_column("scale")
+    table.add_column("variant", overflow="fold")
+    for name in ("tokens", "kept", "MB", "weights", "plugins", "bodies"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for engine in found["engines"]:
+        kept = engine["kept"]
+        table.add_row(
+            engine["file"].rsplit("/", 1)[1],
+            "" if engine["scale"] is None else str(engine["scale"]),
+            ", ".join(engine["variants"]),
+            "" if engine["tokens"] is None else str(engine["tokens"]),
+            f"{sum(kept) / len(kept):.0f}" if kept else "",
+            f"{engine['size_bytes'] / 1e6:.2f}",
+            str(engine["weight_inputs"]),
+            str(sum(engine["plugin_layers"].values())),
+            str(sum(engine["inlined"].values())),
+        )
+    console.out.print(table, markup=False)
+    for what in ("plugin_layers", "inlined"):
+        total = Counter[str]()
+        for engine in found["engines"]:
+            total.update(engine[what])
+        if total:
+            listed = ", ".join(f"{count} {kind}" for kind, count in sorted(total.items()))
+            console.out.print(f"{what.replace('_', ' ')}: {listed}", markup=False)
+    if found["graphs_without_engine"]:
+        console.out.print(f"without an engine: {', '.join(found['graphs_without_engine'])}", markup=False)
 
 
 def _text(value: Any) -> str:
