@@ -27,13 +27,14 @@ struct AttentionProblem
     int32_t R;          // rows
     int32_t H;          // query heads
     int32_t G;          // key heads; divides H
-    int32_t D;          // head width: 64, 80, 96, 112 or 128 in float16 and bfloat16, any multiple of 4 up to 128 in float32
+    int32_t D;          // head width: a multiple of 16 bytes, up to 128 elements
     float scale;
     DataType type;      // of q, k, v and o
     bool entropyPerHead;
 };
 
-//! Bytes of scratch memory that launchAttention needs for this problem on the current device.
+//! Bytes of scratch memory that launchAttention needs for this problem at most, on any device. Of the pointers, only
+//! whether `entropy` is null is read.
 size_t attentionScratchBytes(AttentionProblem const& problem);
 
 //! Runs on a CUDA stream. scratch: 256-byte aligned.

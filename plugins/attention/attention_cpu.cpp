@@ -59,7 +59,7 @@ TOPROVAR_INLINE void exp2InPlace(typename Vectors<Width>::Float& x)
 {
     using Float = typename Vectors<Width>::Float;
     using Int = typename Vectors<Width>::Int;
-    Float const bounded = x < -126.0f ? Float{} - 126.0f : x; // NaN stays NaN
+    Float const bounded = x < -126.0f ? -126.0f - Float{} : x; // NaN stays NaN
     Float const shifted = bounded + 12582912.0f;              // 1.5 * 2^23: the integer part is in the lowest bits
     Float const f = bounded - (shifted - 12582912.0f);        // in [-0.5, 0.5]
     Float power = f * 1.52527338e-5f + 1.54035304e-4f;
@@ -128,7 +128,7 @@ TOPROVAR_INLINE void multiplyKeys(float const* q, float const* k, int32_t keys, 
 #pragma GCC unroll 4
             for (int32_t i = 0; i < kGROUP; ++i)
             {
-                Float const number = Float{} + rows[static_cast<size_t>(i) * D + d];
+                Float const number = rows[static_cast<size_t>(i) * D + d] - Float{};
 #pragma GCC unroll 4
                 for (int32_t n = 0; n < N; ++n)
                 {
@@ -226,7 +226,7 @@ TOPROVAR_INLINE void addValues(
 #pragma GCC unroll 4
             for (int32_t i = 0; i < kGROUP; ++i)
             {
-                Float const number = Float{} + columns[key * kGROUP + i];
+                Float const number = columns[key * kGROUP + i] - Float{};
 #pragma GCC unroll 4
                 for (int32_t n = 0; n < N; ++n)
                 {
@@ -289,14 +289,14 @@ TOPROVAR_INLINE void packKeys(Task const& task, int64_t first, int32_t keys, Wor
         {
             toK[d] = floatFrom(k[d]);
         }
+        float wide[kMAX_WIDTH];
+        for (int32_t d = 0; d < D; ++d)
+        {
+            wide[d] = floatFrom(v[d]);
+        }
         for (int32_t d = 0; d < D; d += kGROUP)
         {
-            float* const toV = work.v.data() + static_cast<size_t>(d) * kKEYS + i * kGROUP;
-#pragma GCC unroll 4
-            for (int32_t j = 0; j < kGROUP; ++j)
-            {
-                toV[j] = floatFrom(v[d + j]);
-            }
+            std::memcpy(work.v.data() + static_cast<size_t>(d) * kKEYS + i * kGROUP, wide + d, kGROUP * sizeof(float));
         }
         if (mask)
         {

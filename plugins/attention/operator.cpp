@@ -41,8 +41,9 @@ AttentionProblem problemFrom(Call const& call, Tensor const& kNew, Tensor const&
         expectShape("mask", *mask, {problem.R, problem.S + problem.N});
         problem.mask = static_cast<float const*>(mask->data);
     }
-    expect(problem.D >= 4 && problem.D <= 128 && problem.D % 4 == 0, "head width", std::to_string(problem.D),
-        "a multiple of 4 up to 128");
+    int32_t const step = q.type == DataType::kFLOAT32 ? 4 : 8; // 16 bytes
+    expect(problem.D > 0 && problem.D <= 128 && problem.D % step == 0, "head width", std::to_string(problem.D),
+        "a multiple of " + std::to_string(step) + " up to 128");
     expectShape("o", call.outputs[0], {problem.L, problem.R, problem.H, problem.D});
     problem.q = q.data;
     problem.kNew = kNew.data;
@@ -93,25 +94,19 @@ void runOnCpu(Call const& call, int32_t threads)
 }
 
 #ifdef TOPROVAR_CUDA
-void checkWidth(AttentionProblem const& problem)
-{
-    int32_t const D = problem.D;
-    expect(problem.type == DataType::kFLOAT32 || D == 64 || D == 80 || D == 96 || D == 112 || D == 128, "head width",
-        std::to_string(D), "64, 80, 96, 112 or 128 in float16 and bfloat16 on CUDA");
-}
-
 template <Problem problem>
 size_t scratchBytes(Call const& call)
 {
-    return attentionScratchBytes(problem(call));
+    AttentionProblem sized = problem(call);
+    float placeholder = 0.0f; // a host that plans has no addresses yet; whether entropy is asked for is all that counts
+    sized.entropy = call.outputCount > 1 ? &placeholder : nullptr;
+    return attentionScratchBytes(sized);
 }
 
 template <Problem problem>
 Status runOnCuda(Call const& call, void* scratch, Stream stream)
 {
-    AttentionProblem const given = problem(call);
-    checkWidth(given);
-    return launchAttention(given, scratch, stream);
+    return launchAttention(problem(call), scratch, stream);
 }
 #endif
 

@@ -99,6 +99,7 @@ enum class AttributeType : int32_t
 {
     kFLOAT,
     kINT,
+    kINTS, //!< a list of one integer: what a function's body can hand on as a shape
 };
 
 struct Attribute
@@ -118,7 +119,8 @@ struct Operator
     //! Throws std::invalid_argument where shapes or attributes don't fit each other. Data pointers are not read.
     void (*check)(Call const&);
 
-    //! Bytes of scratch memory for a CUDA run on the current device; null where the operator needs none.
+    //! Bytes of scratch memory for a CUDA run, enough on any device; null where the operator needs none. Data pointers
+    //! are not read.
     size_t (*cudaScratchBytes)(Call const&);
 
     //! Null in a library built without CUDA.

@@ -29,6 +29,7 @@ namespace
 constexpr uint32_t kAPI_VERSION = 18;       // of the table: the newest function used came with 1.17, 1.18 is asked for
 constexpr uint32_t kCUSTOM_OP_VERSION = 17; // of OrtCustomOp as declared below
 constexpr int32_t kOP_ATTRIBUTE_INT = 1;    // OrtOpAttrType
+constexpr int32_t kOP_ATTRIBUTE_INTS = 2;
 
 //! Slots of OrtApi.
 enum Slot : int32_t
@@ -51,6 +52,7 @@ enum Slot : int32_t
     kGET_INPUT = 90,
     kGET_OUTPUT = 91,
     kRELEASE_TYPE_AND_SHAPE = 99,
+    kATTRIBUTE_INT64S = 163,
     kGPU_STREAM = 193,
     kINFER_INPUT = 268,
     kINFER_ATTRIBUTE = 269,
@@ -290,6 +292,27 @@ void Kernel::run(Call const& call, void* context) const
     op.runOnCpu(call, 0);
 }
 
+double attributeFrom(void const* info, Attribute const& attribute)
+{
+    if (attribute.type == AttributeType::kFLOAT)
+    {
+        float value = 0.0f;
+        gApi.call(kATTRIBUTE_FLOAT, info, attribute.name, &value);
+        return value;
+    }
+    int64_t value = 0;
+    if (attribute.type == AttributeType::kINT)
+    {
+        gApi.call(kATTRIBUTE_INT64, info, attribute.name, &value);
+    }
+    else
+    {
+        size_t count = 1;
+        gApi.call(kATTRIBUTE_INT64S, info, attribute.name, &value, &count);
+    }
+    return static_cast<double>(value);
+}
+
 OrtStatus* createKernel(OrtCustomOp const* custom, void const*, void const* info, void** kernel)
 {
     return guarded(
@@ -299,18 +322,7 @@ OrtStatus* createKernel(OrtCustomOp const* custom, void const*, void const* info
             Operator const& op = made->mCustomOp.mOperator;
             for (size_t i = 0; i < op.attributes.size(); ++i)
             {
-                if (op.attributes[i].type == AttributeType::kFLOAT)
-                {
-                    float value = 0.0f;
-                    gApi.call(kATTRIBUTE_FLOAT, info, op.attributes[i].name, &value);
-                    made->mAttributes[i] = value;
-                }
-                else
-                {
-                    int64_t value = 0;
-                    gApi.call(kATTRIBUTE_INT64, info, op.attributes[i].name, &value);
-                    made->mAttributes[i] = static_cast<double>(value);
-                }
+                made->mAttributes[i] = attributeFrom(info, op.attributes[i]);
             }
             *kernel = made.release();
         });
@@ -351,14 +363,20 @@ void setOutput(void const* context, size_t output, DataType type, Shape const& s
     gApi.call(kINFER_SET_OUTPUT, context, output, static_cast<void const*>(info));
 }
 
-int64_t inferredInt(void const* context, char const* name)
+//! An integer attribute while shapes are inferred; those that are not integers shape nothing.
+double inferredAttribute(void const* context, Attribute const& rule)
 {
+    if (rule.type == AttributeType::kFLOAT)
+    {
+        return 0.0;
+    }
     void const* attribute = nullptr;
     int64_t value = 0;
     size_t bytes = 0;
-    gApi.call(kINFER_ATTRIBUTE, context, name, &attribute);
-    gApi.call(kREAD_ATTRIBUTE, attribute, kOP_ATTRIBUTE_INT, static_cast<void*>(&value), sizeof(value), &bytes);
-    return value;
+    int32_t const type = rule.type == AttributeType::kINT ? kOP_ATTRIBUTE_INT : kOP_ATTRIBUTE_INTS;
+    gApi.call(kINFER_ATTRIBUTE, context, rule.name, &attribute);
+    gApi.call(kREAD_ATTRIBUTE, attribute, type, static_cast<void*>(&value), sizeof(value), &bytes);
+    return static_cast<double>(value);
 }
 
 //! Tells the graph what is known of the outputs' shapes; an operator's first input without axes has an unknown shape.
@@ -387,8 +405,7 @@ OrtStatus* inferOutputShape(OrtCustomOp const* custom, void* changed)
             }
             for (size_t i = 0; i < op.attributes.size(); ++i)
             {
-                bool const isInt = op.attributes[i].type == AttributeType::kINT;
-                call.attributes[i] = isInt ? static_cast<double>(inferredInt(context, op.attributes[i].name)) : 0.0;
+                call.attributes[i] = inferredAttribute(context, op.attributes[i]);
             }
             if (to >= 0)
             {

@@ -74,7 +74,7 @@ Operator const kROTARY_HEADS{"RotaryHeads",
     {{"qkv", TypeRule::kFLOATS}, {"bias", TypeRule::kFLOATS}, {"gain", TypeRule::kFLOAT32},
         {"cos", TypeRule::kFLOAT32}, {"sin", TypeRule::kFLOAT32}},
     {{"q", TypeRule::kFLOATS}, {"k", TypeRule::kFLOATS}, {"v", TypeRule::kFLOATS}},
-    {headsOfQkv(), headsOfQkv(), headsOfQkv()}, {{"heads", AttributeType::kINT}}, check, nullptr,
+    {headsOfQkv(), headsOfQkv(), headsOfQkv()}, {{"heads", AttributeType::kINTS}}, check, nullptr,
     TOPROVAR_ON_CUDA(runOnCuda), runOnCpu};
 
 } // namespace toprovar

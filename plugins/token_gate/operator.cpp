@@ -48,7 +48,7 @@ Status runOnCuda(Call const& call, void*, Stream stream)
 } // namespace
 
 Operator const kTOKEN_GATE{"TokenGate", {{"score", TypeRule::kFLOAT32}}, {{"indices", TypeRule::kINT64}},
-    {{0, 1, {{-1, 0, kCOUNT, 1}}}}, {{"count", AttributeType::kINT}}, check, nullptr, TOPROVAR_ON_CUDA(runOnCuda),
+    {{0, 1, {{-1, 0, kCOUNT, 1}}}}, {{"count", AttributeType::kINTS}}, check, nullptr, TOPROVAR_ON_CUDA(runOnCuda),
     runOnCpu};
 
 } // namespace toprovar
