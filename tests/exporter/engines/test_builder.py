@@ -16,12 +16,17 @@ import onnx
 import pytest
 from engine_helpers import needs_rtx
 from onnx import helper
+from plans import full_size_plan
 
+from toprovar.exporter.bundle_writer import BundleGraphs, export_graphs
 from toprovar.exporter.engines.builder import Job, _Phases, plugin_nodes
 from toprovar.exporter.engines.child import build_environment, run_builder
 from toprovar.exporter.engines.engine_set import EngineRequest, build_engines
 from toprovar.exporter.engines.trtexec_files import raw_weight
 from toprovar.exporter.engines.weights_as_inputs import MIN_INPUT_BYTES
+from toprovar.exporter.infinity.graphs import StepOptions
+from toprovar.exporter.model import published_without_weights
+from toprovar.plugins.library import find_library
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import EXIT_ENVIRONMENT, ToprovarError
 
@@ -96,6 +101,49 @@ def test_without_a_library_plugins_are_a_fault_unless_bodies_are_allowed(built, 
     assert "--allow-function-body" in caught.value.hint
     assert caught.value.exit_code == EXIT_ENVIRONMENT
     assert not (tmp_path / "made.plan").exists()
+
+
+@pytest.fixture(scope="module")
+def library():
+    needs_rtx()
+    found = find_library()
+    if found is None or found.is_stale or not found.has_tensorrt:
+        pytest.skip("needs the operator library with its TensorRT host: toprovar plugins build --tensorrt-include DIR")
+    return str(found.path)
+
+
+def test_every_wanted_plugin_is_taken(demo_bundle, tmp_path, library):
+    job = job_of(demo_bundle, "step_09_planned.onnx", tmp_path, plugin_library=library, allow_function_body=False)
+    built = build(job)
+    model = onnx.load(demo_bundle / "step_09_planned.onnx", load_external_data=False)
+    assert built.plugin_layers == dict(Counter(plugin_nodes(model).values()))
+    assert {"CachedAttention", "EntropyAttention", "TokenGate"} <= built.plugin_layers.keys()
+    assert built.inlined == {}
+
+
+def test_a_library_that_lacks_a_plugin_is_an_environment_fault(tmp_path, library):
+    save_graph(tmp_path / "g.onnx", "NoSuchOperator", domain="toprovar", plugin_namespace="toprovar")
+    with pytest.raises(ToprovarError) as caught:
+        build(job_of(tmp_path, "g.onnx", tmp_path, plugin_library=library, allow_function_body=False))
+    assert "has no plugin toprovar::NoSuchOperator, version 1" in caught.value.message
+    assert caught.value.exit_code == EXIT_ENVIRONMENT
+
+
+@pytest.mark.slow
+def test_steps_of_a_full_size_model_build_in_little_memory(tmp_path):
+    """Infinity-2B, 32 layers of width 2048, last scale of 1M pixels: weights are a file of holes, none is read whole."""
+    needs_rtx()
+    model = published_without_weights("infinity-2b")
+    graphs = BundleGraphs(model, full_size_plan(model), StepOptions(compute="bf16"))
+    export_graphs(graphs, tmp_path / "graphs")
+    with open(tmp_path / "graphs" / "weights.safetensors", "wb") as file:
+        file.write(graphs.layout.header)
+        file.truncate(graphs.layout.size_bytes)
+    for name in ("step_12.onnx", "step_12_planned.onnx"):
+        built = build(job_of(tmp_path / "graphs", name, tmp_path))
+        assert len(built.weights) > 400
+        assert (tmp_path / "made.plan").stat().st_size < 40e6  # measured 15 MB; the weights are 4.8 GB
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1.5 * 2**20  # KiB: 1.5 GiB
 
 
 def save_graph(path, kind, **attributes):
