@@ -21,7 +21,7 @@ from plans import full_size_plan
 from toprovar.exporter.bundle_writer import BundleGraphs, export_graphs
 from toprovar.exporter.engines.builder import Job, _Phases, plugin_nodes
 from toprovar.exporter.engines.child import build_environment, run_builder
-from toprovar.exporter.engines.engine_set import EngineRequest, build_engines
+from toprovar.exporter.engines.engine_set import EngineRequest, build_engines, plugin_library
 from toprovar.exporter.engines.trtexec_files import raw_weight
 from toprovar.exporter.engines.weights_as_inputs import MIN_INPUT_BYTES
 from toprovar.exporter.infinity.graphs import StepOptions
@@ -86,8 +86,9 @@ def test_plans_hold_no_large_weight(built):
 
 def test_a_second_build_gives_the_same_bytes(built, tmp_path):
     engine = built.bundle.manifest.engines[RTX].engine_of("step_09_planned.onnx")
-    job = job_of(built.folder, engine.graph, tmp_path, capabilities=("8.9", "12.0"))
-    build(job)
+    plugins = plugin_library(allow_function_body=True)
+    library = str(plugins.path) if plugins else None
+    build(job_of(built.folder, engine.graph, tmp_path, capabilities=("8.9", "12.0"), plugin_library=library))
     assert (tmp_path / "made.plan").read_bytes() == (built.folder / engine.file).read_bytes()
 
 
@@ -131,7 +132,7 @@ def test_a_library_that_lacks_a_plugin_is_an_environment_fault(tmp_path, library
 
 @pytest.mark.slow
 def test_steps_of_a_full_size_model_build_in_little_memory(tmp_path):
-    """Infinity-2B, 32 layers of width 2048, last scale of 1M pixels: weights are a file of holes, none is read whole."""
+    """Infinity-2B, 32 layers of width 2048, last scale of 1M pixels: the weights file has holes alone."""
     needs_rtx()
     model = published_without_weights("infinity-2b")
     graphs = BundleGraphs(model, full_size_plan(model), StepOptions(compute="bf16"))
@@ -166,27 +167,22 @@ def test_a_graph_that_is_refused_names_the_node(tmp_path):
 def test_a_full_disk_is_one_message(tmp_path):
     needs_rtx()
     save_graph(tmp_path / "small.onnx", "Relu")
-    code = "import sys; from test_builder import build, job_of; from pathlib import Path\n"
-    code += "build(job_of(Path(sys.argv[1]), 'small.onnx', Path(sys.argv[1])))"
+    code = (
+        "import sys; from toprovar.exporter.engines.builder import Job\n"
+        "from toprovar.exporter.engines.child import build_environment, run_builder\n"
+        "job = Job('tensorrt-rtx', sys.argv[1] + '/small.onnx', sys.argv[1] + '/made.plan', ('8.9',))\n"
+        "with build_environment('tensorrt-rtx') as environment: run_builder(job, environment)"
+    )
 
     def no_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, preexec_fn=no_room,
-        cwd=tmp_path, env=environment_with_tests(), check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, preexec_fn=no_room, check=False
+    )
     assert "made.plan cannot be written: File too large" in done.stderr
     assert "free some space" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["small.onnx"]
-
-
-def environment_with_tests():
-    import os
-    from pathlib import Path
-
-    here = Path(__file__).parent
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent.parent), *sys.path])}
 
 
 def test_only_nodes_with_a_namespace_want_a_plugin(tmp_path):
