@@ -109,7 +109,7 @@ class BundleGraphs:
                 f"weight {name} does not fit into {self.dtypes[name]}: it holds values beyond its range",
                 "export with --dtype bf16 or fp32",
             )
-        return (tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor).numpy()
+        return (tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor).cpu().numpy()
 
     def prompt(self) -> GraphBuilder:
         from toprovar.exporter.infinity.graphs import prompt_graph

@@ -63,7 +63,10 @@ class GraphBuilder:
         return value
 
     def output(self, value: ir.Value, name: str, shape: Sequence[int], dtype: str = "F32") -> None:
-        named = self.Identity(value)
+        """Names a value as an output. It keeps feeding the graph under that name: a copy of every new key would cost a
+        millisecond per step of a 2B model."""
+        is_free = value.producer() is not None and value not in self._outputs
+        named = value if is_free else self.Identity(value)
         named.name = name
         named.type = ir.TensorType(DTYPES[dtype])
         named.shape = ir.Shape(shape)

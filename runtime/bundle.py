@@ -52,15 +52,27 @@ class Bundle:
                 weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ToprovarError(f"{path} is not readable as safetensors: {error}", "export the bundle again") from None
-        text = self.manifest.text
-        table = weights.get(text.unconditional)
+        return weights
+
+    def unconditional_rows(self) -> np.ndarray:
+        """The learned text rows that stand for no prompt. Returns: [rows, text width] float32.
+
+        Raises: ToprovarError if the weights file has none, or of another width.
+        """
+        path, text = self.path(self.manifest.weights_file), self.manifest.text
+        try:
+            with safe_open(path, framework="numpy") as file:
+                names = set(file.keys())
+                table = file.get_tensor(text.unconditional) if text.unconditional in names else None
+        except SafetensorError as error:
+            raise ToprovarError(f"{path} is not readable as safetensors: {error}", "export the bundle again") from None
         if table is None or table.ndim != 2 or table.shape[1] != text.width:
             found = "missing" if table is None else f"{table.dtype}{list(table.shape)}"
             raise ToprovarError(
                 f"{path}: tensor {text.unconditional} is {found}; expected [rows, {text.width}]",
                 "export the bundle again",
             )
-        return weights
+        return table.astype(np.float32)
 
     @property
     def size_bytes(self) -> int:

@@ -7,6 +7,9 @@ Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import numpy as np
 
 from toprovar.runtime.errors import ToprovarError
@@ -55,3 +58,33 @@ def uniform_noise(seed: int, scale: int, tokens: int, bits: int, image: int = 0)
         (position, bit, np.uint64(scale), np.uint64(image)), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
     )
     return ((words[0] >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(tokens, bits)
+
+
+class NoiseAhead:
+    """Makes noise of later scales while earlier ones run: NumPy takes 28 ms for 4096 tokens of 32 bits, a GPU less for
+    the whole scale.
+
+    seeds: per image; None where noise comes from elsewhere
+    """
+
+    def __init__(self, seeds: Sequence[int | None], schedule: Sequence[tuple[int, int]], bits: int) -> None:
+        self._tokens = [height * width for height, width in schedule]
+        self._seeds, self._bits = seeds, bits
+        self._made: dict[tuple[int, int], Future[np.ndarray]] = {}
+
+    def __enter__(self) -> NoiseAhead:
+        self._worker = ThreadPoolExecutor(1, "noise")
+        for scale, tokens in enumerate(self._tokens):
+            for image, seed in enumerate(self._seeds):
+                if seed is not None:
+                    self._made[image, scale] = self._worker.submit(uniform_noise, seed, scale, tokens, self._bits)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._worker.shutdown(cancel_futures=True)
+
+    def of(self, image: int, seed: int, scale: int) -> np.ndarray:
+        """[tokens, bits] of one scale; waits where it is not made yet. Each is given once."""
+        if (image, scale) in self._made:
+            return self._made.pop((image, scale)).result()
+        return uniform_noise(seed, scale, self._tokens[scale], self._bits)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from toprovar.runtime.buffers import Memory
 from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.decisions import (
     EnergyMassDecision,
@@ -25,20 +26,20 @@ from toprovar.runtime.decisions import (
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.images import Images, joined_prompts
-from toprovar.runtime.manifest import NUMPY_DTYPES, Graph, Step, TensorFacts
-from toprovar.runtime.noise import check_seed, uniform_noise
+from toprovar.runtime.manifest import Graph, Step
+from toprovar.runtime.noise import NoiseAhead, check_seed
 from toprovar.runtime.table import StepTable
 from toprovar.runtime.text import EncodedPrompt, TextEncoder
 
 
 class Backend(Protocol):
-    """Anything that runs a bundle's graphs from arrays into arrays."""
+    """Anything that runs a bundle's graphs from buffers into buffers of its memory."""
 
-    weights: dict[str, np.ndarray]
+    memory: Memory
 
     def prepare(self, graph: Graph) -> None: ...
 
-    def run(self, graph: Graph, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None: ...
+    def run(self, graph: Graph, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None: ...
 
 
 @dataclass
@@ -188,69 +189,79 @@ class Pipeline:
         # loaded when it does
         self._load(table.certain(len(requests)))
         load_ms = (time.perf_counter() - started) * 1e3
-        pictures = []
-        for request in requests:
-            started = time.perf_counter()
-            encoded, rows, valid = self._text.rows(
-                request.prompt, request.negative, request.text_rows, request.negative_rows
-            )
-            text_ms = (time.perf_counter() - started) * 1e3
-            tensors = _allocate(manifest.prompt.outputs)
-            self.backend.run(manifest.prompt, {"text_rows": rows, "text_valid": valid}, tensors)
-            prompt_ms = (time.perf_counter() - started) * 1e3 - text_ms
-            times = {"load": load_ms, "text": text_ms, "prompt": prompt_ms}
-            pictures.append(_Picture(request, encoded, tensors, times))
-        run = _Run(self, table, pictures, guidance, on_scale, on_watch)
-        run.all_scales()
-        results = []
-        for picture in pictures:
-            begin = time.perf_counter()
-            image = self.decode(picture.codes) if manifest.decoder else None
-            picture.latency_ms["steps"] = sum(record.latency_ms for record in picture.steps)
-            picture.latency_ms["decode"] = (time.perf_counter() - begin) * 1e3
-            results.append(
-                Result(
-                    image,
-                    picture.codes,
-                    picture.bits,
-                    picture.steps,
-                    picture.latency_ms,
-                    picture.prompt,
-                    picture.decisions,
-                )
-            )
-        return results
+        with self.backend.memory.scope():
+            pictures = [self._started(request, load_ms) for request in requests]
+            _Run(self, table, pictures, guidance, on_scale, on_watch).all_scales()
+            return [self._finished(picture) for picture in pictures]
+
+    def _started(self, request: Request, load_ms: float) -> _Picture:
+        """The prompt as what the steps need of it."""
+        memory, prompt = self.backend.memory, self.manifest.prompt
+        begin = time.perf_counter()
+        encoded, rows, valid = self._text.rows(
+            request.prompt, request.negative, request.text_rows, request.negative_rows
+        )
+        text_ms = (time.perf_counter() - begin) * 1e3
+        tensors = {name: memory.empty(facts.shape, facts.dtype) for name, facts in prompt.outputs.items()}
+        self.backend.run(prompt, {"text_rows": memory.place(rows), "text_valid": memory.place(valid)}, tensors)
+        prompt_ms = (time.perf_counter() - begin) * 1e3 - text_ms
+        return _Picture(request, encoded, tensors, {"load": load_ms, "text": text_ms, "prompt": prompt_ms})
+
+    def _finished(self, picture: _Picture) -> Result:
+        picture.latency_ms["steps"] = sum(record.latency_ms for record in picture.steps)
+        begin = time.perf_counter()
+        image = self._decoded(picture.codes) if self.manifest.decoder else None
+        codes = self.backend.memory.read(picture.codes)[0]
+        picture.latency_ms["decode"] = (time.perf_counter() - begin) * 1e3
+        return Result(
+            image, codes, picture.bits, picture.steps, picture.latency_ms, picture.prompt, picture.decisions
+        )
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """codes [d, h, w] -> picture [H, W, 3] uint8."""
-        decoder = self.manifest.decoder
+        with self.backend.memory.scope():
+            return self._decoded(self.backend.memory.place(codes[None].astype(np.float32)))
+
+    def _decoded(self, codes: Any) -> np.ndarray:
+        """codes: a buffer [1, d, h, w]."""
+        memory, decoder = self.backend.memory, self.manifest.decoder
         if decoder is None:
             raise ToprovarError(f"bundle {self.bundle.folder} holds no decoder", "export it with --tokenizer")
-        outputs = _allocate(decoder.outputs)
-        self.backend.run(decoder, {"codes": np.ascontiguousarray(codes[None], np.float32)}, outputs)
-        return picture_from_image(outputs["image"][0])
-
-
-def _allocate(signature: Mapping[str, TensorFacts]) -> dict[str, np.ndarray]:
-    return {name: np.empty(facts.shape, NUMPY_DTYPES[facts.dtype]) for name, facts in signature.items()}
+        outputs = {name: memory.empty(facts.shape, facts.dtype) for name, facts in decoder.outputs.items()}
+        self.backend.run(decoder, {"codes": codes}, outputs)
+        return picture_from_image(memory.read(outputs["image"])[0])
 
 
 @dataclass
 class _Picture:
-    """One image while it is made."""
+    """One image while it is made. tensors: what the prompt graph gave; codes: [1, d, h, w]; both are buffers."""
 
     request: Request
     prompt: EncodedPrompt | None
-    tensors: dict[str, np.ndarray]
+    tensors: dict[str, Any]
     latency_ms: dict[str, float]
-    codes: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    codes: Any = None
     bits: list[np.ndarray] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     decisions: list[tuple[int, str, float | str]] = field(default_factory=list)
 
 
+@dataclass
+class _Ran:
+    """One step as it ran on a group of images; what its record needs is read when all scales are done."""
+
+    places: list[int]
+    step: Step
+    latency_ms: float
+    codes: Any
+    outputs: dict[str, Any]
+
+
 class _Run:
-    """All scales of a batch: groups of images that took the same decisions, each on its own row of the table."""
+    """All scales of a batch: groups of images that took the same decisions, each on its own row of the table.
+
+    Nothing is read from the backend's memory before all scales are done but what decisions and callbacks look at.
+    """
 
     def __init__(
         self,
@@ -263,19 +274,33 @@ class _Run:
     ) -> None:
         self.manifest = pipeline.manifest
         self.backend, self.table, self.pictures, self.guidance = pipeline.backend, table, pictures, guidance
+        self.memory = pipeline.backend.memory
         self.on_scale, self.on_watch = on_scale, on_watch
-        self.limit = np.array([guidance.bit_limit], np.float32)
+        self.limit = self.memory.place(np.array([guidance.bit_limit], np.float32))
         self.last_use = {name: step.scale for step in table.steps for name in step.graph.inputs}
+        self.ran: list[_Ran] = []
 
     def all_scales(self) -> None:
-        prompt = joined_prompts([picture.tensors for picture in self.pictures], self.manifest.rows)
-        groups = [Images(self.manifest, self.table, list(range(len(self.pictures))), prompt)]
-        for scale in range(len(self.manifest.schedule)):
-            following = []
-            for group in groups:
-                for part, step in self._steps(group, scale):
-                    following += self._run(part, step)
-            groups = following
+        prompt = joined_prompts(self.memory, [picture.tensors for picture in self.pictures], self.manifest.rows)
+        groups = [Images(self.memory, self.manifest, self.table, list(range(len(self.pictures))), prompt)]
+        seeds = [None if picture.request.noise else picture.request.seed for picture in self.pictures]
+        with NoiseAhead(seeds, self.manifest.schedule, self.manifest.model.bits) as self.noise:
+            for scale in range(len(self.manifest.schedule)):
+                following = []
+                for group in groups:
+                    for part, step in self._steps(group, scale):
+                        following += self._run(part, step)
+                groups = following
+        self._check_finite(*(picture.codes for picture in self.pictures))
+        for ran in self.ran:
+            self._record(ran)
+
+    def _check_finite(self, *codes: Any) -> None:
+        """Values that are not finite stay so: the last codes tell, the earlier ones name the scale."""
+        if all(np.isfinite(self.memory.read(buffer)).all() for buffer in codes):
+            return
+        scale = min(ran.step.scale for ran in self.ran if not np.isfinite(self.memory.read(ran.codes)).all())
+        raise ToprovarError(f"codes of scale {scale} are not finite", "check the weights with: toprovar inspect")
 
     def _steps(self, group: Images, scale: int) -> list[tuple[Images, Step]]:
         """The group by the step its images take; nothing where their path has ended."""
@@ -288,7 +313,7 @@ class _Run:
             assert decision is not None
             assert energy is not None
             ladder = tuple(step.counts[0] for step in found)
-            choice = [ladder.index(decision.count(row, ladder)) for row in energy]
+            choice = [ladder.index(decision.count(row, ladder)) for row in self._seen(group, energy)]
             for place, index in zip(group.places, choice, strict=True):
                 self.pictures[place].decisions.append((scale, "tokens", float(ladder[index])))
         parts = []
@@ -306,86 +331,83 @@ class _Run:
         begin = time.perf_counter()
         outputs = self._outputs(group, step)
         self.backend.run(step.graph, self._inputs(group, step), outputs)
-        if not np.isfinite(outputs["codes_next"]).all():
-            raise ToprovarError(
-                f"codes of scale {step.scale} are not finite", "check the weights with: toprovar inspect"
-            )
         group.before_last, group.codes = group.codes, outputs["codes_next"]
         group.carried, group.own_codes = outputs.get("score_next"), outputs.get("own_codes")
         for layer, count in enumerate(step.counts):
             group.filled[layer] += count
-        group.residuals |= {name: array for name, array in outputs.items() if name.startswith("residual_")}
-        group.residuals = {n: a for n, a in group.residuals.items() if self.last_use.get(n, -1) > step.scale}
+        group.residuals |= {name: buffer for name, buffer in outputs.items() if name.startswith("residual_")}
+        group.residuals = {n: b for n, b in group.residuals.items() if self.last_use.get(n, -1) > step.scale}
+        noted = {name: buffer for name, buffer in outputs.items() if _is_noted(name, step)}
+        self.ran.append(_Ran(group.places, step, 0.0, group.codes, noted))
         parts = self._decide(group, step, outputs)
-        latency_ms = (time.perf_counter() - begin) * 1e3
+        self.ran[-1].latency_ms = (time.perf_counter() - begin) * 1e3
         for i, place in enumerate(group.places):
-            self._record(self.pictures[place], i, step, outputs, latency_ms)
-            self.pictures[place].codes = group.codes[i]
+            self.pictures[place].codes = self.ran[-1].codes[i : i + 1]
             if self.on_scale:
-                self.on_scale(place, step.scale, group.codes[i])
+                self.on_scale(place, step.scale, self.memory.read(self.pictures[place].codes)[0])
         if self.on_watch:
-            for name, array in outputs.items():
+            for name, buffer in outputs.items():
                 if name.startswith("watch_"):
-                    self.on_watch(name.removeprefix("watch_"), step.scale, array)
+                    self.on_watch(name.removeprefix("watch_"), step.scale, self.memory.read(buffer))
         return parts
 
-    def _inputs(self, group: Images, step: Step) -> dict[str, np.ndarray]:
-        scale = step.scale
-        bits = self.manifest.model.bits
+    def _inputs(self, group: Images, step: Step) -> dict[str, Any]:
+        scale, place = step.scale, self.memory.place
         noise = []
-        for place in group.places:
-            request = self.pictures[place].request
-            made = request.noise(scale, step.tokens, bits) if request.noise else None
-            noise.append(uniform_noise(request.seed, scale, step.tokens, bits) if made is None else made)
+        for image in group.places:
+            request = self.pictures[image].request
+            made = request.noise(scale, step.tokens, self.manifest.model.bits) if request.noise else None
+            noise.append(self.noise.of(image, request.seed, scale) if made is None else made)
         inputs = {
-            "codes": np.ascontiguousarray(group.codes),
-            "noise": np.stack(noise, 1),  # [L, B, bits]
-            "cfg": np.array([self.guidance.cfg[scale]], np.float32),
-            "tau": np.array([self.guidance.tau[scale]], np.float32),
+            "codes": group.codes,
+            "noise": place(np.stack(noise, 1)),  # [L, B, bits]
+            "cfg": place(np.array([self.guidance.cfg[scale]], np.float32)),
+            "tau": place(np.array([self.guidance.tau[scale]], np.float32)),
             "bit_limit": self.limit,
             **group.prompt,
             **group.residuals,
         }
         if group.carried is not None:
-            inputs["score"] = np.ascontiguousarray(group.carried)
+            inputs["score"] = group.carried
         if group.own_codes is not None:
-            inputs["codes_before"] = np.ascontiguousarray(group.own_codes)
+            inputs["codes_before"] = group.own_codes
         for name in step.graph.inputs:
             if name.startswith(("k_past_", "v_past_")):
                 layer = int(name[7:])
                 inputs[name] = group.cache[name[0]][layer][: group.filled[layer]]
         return inputs
 
-    def _outputs(self, group: Images, step: Step) -> dict[str, np.ndarray]:
-        outputs: dict[str, np.ndarray] = {}
+    def _outputs(self, group: Images, step: Step) -> dict[str, Any]:
+        outputs: dict[str, Any] = {}
         for name, facts in step.graph.outputs.items():
             if name.startswith(("k_new_", "v_new_")):
                 layer = int(name[6:])
                 start = group.filled[layer]
                 outputs[name] = group.cache[name[0]][layer][start : start + step.counts[layer]]
             else:
-                outputs[name] = np.empty(facts.shape, NUMPY_DTYPES[facts.dtype])
+                outputs[name] = self.memory.empty(facts.shape, facts.dtype)
         return outputs
 
-    def _record(
-        self, picture: _Picture, image: int, step: Step, outputs: dict[str, np.ndarray], latency_ms: float
-    ) -> None:
-        record = StepRecord(step.scale, self.manifest.schedule[step.scale], step.counts, latency_ms)
+    def _record(self, ran: _Ran) -> None:
+        step = ran.step
+        arrays = {name: self.memory.read(buffer) for name, buffer in ran.outputs.items()}
+        for image, place in enumerate(ran.places):
 
-        def own(array: np.ndarray) -> np.ndarray:
-            return array if array.ndim == 1 else array[image]
+            def own(array: np.ndarray, image: int = image) -> np.ndarray:
+                return array if array.ndim == 1 else array[image]
 
-        for name, array in outputs.items():
-            if name.startswith("entropy_") and name != "entropy_mean":
-                record.entropy_nats[int(name[8:])] = own(array)
-        record.kept = {layer: own(outputs[gate]) for layer, gate in step.gates.items()}
-        record.guided = step.guided
-        picture.steps.append(record)
-        picture.bits.append(outputs["bits"][:, image].astype(np.uint8))
+            record = StepRecord(step.scale, self.manifest.schedule[step.scale], step.counts, ran.latency_ms)
+            record.entropy_nats = {
+                int(name[8:]): own(array) for name, array in arrays.items() if name.startswith("entropy_")
+            }
+            record.kept = {layer: own(arrays[gate]) for layer, gate in step.gates.items()}
+            record.guided = step.guided
+            self.pictures[place].steps.append(record)
+            self.pictures[place].bits.append(arrays["bits"][:, image].astype(np.uint8))
 
     # -- decisions -------------------------------------------------------------------------------------------------
 
-    def _decide(self, group: Images, step: Step, outputs: dict[str, np.ndarray]) -> list[Images]:
+    def _decide(self, group: Images, step: Step, outputs: dict[str, Any]) -> list[Images]:
         taken = []
         ends = self._guidance_ends(group, step, outputs)
         for i in range(group.count):
@@ -397,12 +419,17 @@ class _Run:
             parts.append(part)
         return parts
 
-    def _path(self, group: Images, step: Step, image: int, outputs: dict[str, np.ndarray]) -> str:
+    def _seen(self, group: Images, buffer: Any) -> np.ndarray:
+        """What a decision looks at, which means nothing once codes are not finite."""
+        self._check_finite(group.codes)
+        return self.memory.read(buffer)
+
+    def _path(self, group: Images, step: Step, image: int, outputs: dict[str, Any]) -> str:
         rho, skipvar, scale = self.table.decision(RhoDecision), self.table.decision(SkipvarDecision), step.scale
         if group.path:
             return group.path
         if rho and scale in rho.paths:
-            path = rho.path(scale, low_entropy_ratio(outputs["entropy_mean"][image]))
+            path = rho.path(scale, low_entropy_ratio(self._seen(group, outputs["entropy_mean"])[image]))
         elif skipvar and scale == skipvar.scale:
             path = skipvar.path(self._frequencies(group, image))
         else:
@@ -415,22 +442,29 @@ class _Run:
         assert graph is not None
         pictures = []
         for codes in (group.before_last, group.codes):
-            outputs = _allocate(graph.outputs)
-            self.backend.run(graph, {"codes": np.ascontiguousarray(codes[image : image + 1])}, outputs)
-            pictures.append(outputs["image"][0])
+            outputs = {name: self.memory.empty(facts.shape, facts.dtype) for name, facts in graph.outputs.items()}
+            self.backend.run(graph, {"codes": codes[image : image + 1]}, outputs)
+            pictures.append(self._seen(group, outputs["image"])[0])
         return frequency_features(*pictures)
 
-    def _guidance_ends(self, group: Images, step: Step, outputs: dict[str, np.ndarray]) -> list[bool]:
-        rms, bits = outputs.get("guidance_gap"), outputs["bits"]
+    def _guidance_ends(self, group: Images, step: Step, outputs: dict[str, Any]) -> list[bool]:
+        rms = outputs.get("guidance_gap")
         decision, before = self.table.decision(SatsDecision), group.gap
         group.gap = None
         if decision is None or rms is None:
             return [False] * group.count
+        bits, gaps = self._seen(group, outputs["bits"]), self.memory.read(rms)
         logits = [2 * int((bits[:, i] >= 0).sum()) for i in range(group.count)]  # two of every bit that was drawn
-        group.gap = [decision.gap(float(value), count) for value, count in zip(rms, logits, strict=True)]
+        group.gap = [decision.gap(float(value), count) for value, count in zip(gaps, logits, strict=True)]
         if before is None or step.scale not in decision.scales:
             return [False] * group.count
         ends = [decision.ends_guidance(now, then) for now, then in zip(group.gap, before, strict=True)]
         for place, end in zip(group.places, ends, strict=True):
             self.pictures[place].decisions.append((step.scale, "guidance", "ends" if end else "goes on"))
         return ends
+
+
+def _is_noted(name: str, step: Step) -> bool:
+    """Whether a record holds an output: drawn bits, entropy maps of layers, kept positions."""
+    is_map = name.startswith("entropy_") and name != "entropy_mean"
+    return name == "bits" or is_map or name in step.gates.values()

@@ -36,6 +36,7 @@ class TextEncoder:
         self._backend = backend
         self._facts = bundle.manifest.text
         self._encoder = self._facts.encoder
+        self._unconditional = bundle.unconditional_rows() if bundle.manifest.rows == 2 else np.empty((0, 0))
         self._tokenizer: WordTokenizer | None = None
         if self._encoder:
             path = bundle.path(self._encoder.vocabulary)
@@ -68,7 +69,7 @@ class TextEncoder:
         self._place(text_rows, rows, valid, 0, "text")
         if rows_per_image == 2:
             if negative_rows is None:
-                table = self._backend.weights[self._facts.unconditional].astype(np.float32)
+                table = self._unconditional
                 count = min(len(text_rows), T)
                 negative_rows = np.zeros((count, width), np.float32)
                 negative_rows[: min(count, len(table))] = table[:count]
@@ -102,6 +103,10 @@ class TextEncoder:
         valid = np.zeros((1, T), np.float32)
         ids[0, : len(tokens.ids)] = tokens.ids
         valid[0, : len(tokens.ids)] = 1
-        rows = np.empty((1, T, width), np.float32)
-        self._backend.run(self._encoder.graph, {"ids": ids, "valid": valid}, {"rows": rows})
-        return EncodedPrompt(prompt, tokens.kept, tokens.total), rows[0, : len(tokens.ids)]
+        memory = self._backend.memory
+        with memory.scope():
+            rows = memory.empty((1, T, width), "F32")
+            inputs = {"ids": memory.place(ids), "valid": memory.place(valid)}
+            self._backend.run(self._encoder.graph, inputs, {"rows": rows})
+            array = memory.read(rows)
+        return EncodedPrompt(prompt, tokens.kept, tokens.total), array[0, : len(tokens.ids)]

@@ -11,19 +11,21 @@ from typing import Any
 
 from rich.table import Table
 
-from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.noise import check_seed
 from toprovar.runtime.pipeline import Pipeline
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
+from toprovar.tools.backends import BackendChoice
 
 
-def run_bench(folder: Path, prompt: str, runs: int, seed: int, threads: int = 0) -> dict[str, Any]:
+def run_bench(
+    folder: Path, prompt: str, runs: int, seed: int, choice: BackendChoice = BackendChoice()
+) -> dict[str, Any]:
     """Medians per variant. The clock covers the step graphs, sampling included; text, prompt and decoder apart."""
     check_seed(seed)
     bundle = open_bundle(folder)
-    backend = OnnxRuntimeBackend(bundle, threads)
+    backend = choice.open(bundle)
     pipeline = Pipeline(bundle, backend)
     variants = list(bundle.manifest.variants)
     first: dict[str, float] = {}
@@ -44,6 +46,8 @@ def run_bench(folder: Path, prompt: str, runs: int, seed: int, threads: int = 0)
         "bundle_sha256": bundle.digest,
         "conditions": {
             "runs": runs,
+            "device": backend.device,
+            "operators": backend.operators,
             "threads": backend.threads,
             "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
@@ -71,9 +75,9 @@ def run_bench(folder: Path, prompt: str, runs: int, seed: int, threads: int = 0)
 
 
 def print_bench(facts: dict[str, Any]) -> None:
-    table = Table(
-        title=f"median of {facts['conditions']['runs']} warm runs, {facts['conditions']['threads']} threads, ms"
-    )
+    conditions = facts["conditions"]
+    where = f"{conditions['threads']} threads" if conditions["device"] == "cpu" else conditions["versions"]["backend"]
+    table = Table(title=f"median of {conditions['runs']} warm runs, {where}, ms")
     table.add_column("variant")
     for name in ("first call", "steps", "p90", "decode"):
         table.add_column(name, justify="right")

@@ -13,12 +13,15 @@ import sys
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from toprovar.tools import console
+
+if TYPE_CHECKING:
+    from toprovar.tools.backends import BackendChoice
 
 
 class Group(console.OneMessage, TyperGroup):
@@ -110,10 +113,52 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class Backend(str, Enum):
+    onnxruntime = "onnxruntime"
+    tensorrt = "tensorrt"
+    tensorrt_rtx = "tensorrt-rtx"
+
+
+class Operators(str, Enum):
+    auto = "auto"
+    library = "library"
+    body = "body"
+
+
 class NumberFormat(str, Enum):
     fp32 = "fp32"
     fp16 = "fp16"
     bf16 = "bf16"
+
+
+class HeaderSource(str, Enum):
+    pip = "pip"
+
+
+BackendOption = Annotated[
+    Backend, typer.Option("--backend", help="What runs the bundle; TensorRT's need engines (toprovar rebuild).")
+]
+DeviceOption = Annotated[
+    Device | None, typer.Option("--device", help="cpu, or cuda; the backend's own if left out: onnxruntime's is cpu.")
+]
+OperatorsOption = Annotated[
+    Operators,
+    typer.Option(
+        "--operators", help="Our operators by the built library or by their ONNX bodies; auto: library on a GPU."
+    ),
+]
+CudaGraphOption = Annotated[
+    bool, typer.Option("--cuda-graph/--no-cuda-graph", help="On a GPU: capture steps once and replay them.")
+]
+ThreadsOption = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")]
+
+
+def _choice(
+    backend: Backend, device: Device | None, operators: Operators, cuda_graph: bool, threads: int
+) -> BackendChoice:
+    from toprovar.tools.backends import BackendChoice
+
+    return BackendChoice(backend.value, device.value if device else None, operators.value, cuda_graph, threads)
 
 
 def _command_line() -> str:
@@ -348,18 +393,22 @@ def run(
     preview_dir: Annotated[
         Path | None, typer.Option("--preview-dir", help="Also write the picture after every scale there.")
     ] = None,
-    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")] = 0,
+    backend: BackendOption = Backend.onnxruntime,
+    device: DeviceOption = None,
+    operators: OperatorsOption = Operators.auto,
+    cuda_graph: CudaGraphOption = True,
+    threads: ThreadsOption = 0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Make an image with a bundle. Needs numpy and onnxruntime only."""
+    """Make an image with a bundle. Needs numpy and one backend only."""
 
     def body() -> None:
         from toprovar.tools.running import run_bundle
 
         record = run_bundle(
             bundle, prompt, seed, out, variant=plan, negative=negative, cfg=cfg, tau=tau, preview_dir=preview_dir,
-            threads=threads, quiet=json,
+            choice=_choice(backend, device, operators, cuda_graph, threads), quiet=json,
         )  # fmt: skip
         if json:
             console.print_json(record)
@@ -373,7 +422,11 @@ def bench(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = "red apple",
     runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs per variant; the median counts.")] = 5,
     seed: Seed = 0,
-    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")] = 0,
+    backend: BackendOption = Backend.onnxruntime,
+    device: DeviceOption = None,
+    operators: OperatorsOption = Operators.auto,
+    cuda_graph: CudaGraphOption = True,
+    threads: ThreadsOption = 0,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -382,11 +435,56 @@ def bench(
     def body() -> None:
         from toprovar.tools.bench import print_bench, run_bench
 
-        facts = run_bench(bundle, prompt, runs, seed, threads)
+        facts = run_bench(bundle, prompt, runs, seed, _choice(backend, device, operators, cuda_graph, threads))
         if json:
             console.print_json(facts)
         else:
             print_bench(facts)
+
+    _finish(body, verbose)
+
+
+@app.command()
+def profile(
+    bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of profile.json and of raw traces.")] = Path(
+        "out/profile"
+    ),
+    variant: Annotated[
+        str | None, typer.Option("--variant", help="dense or planned; planned where the bundle has it.")
+    ] = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = "red apple",
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs; medians count.")] = 5,
+    seed: Seed = 0,
+    peak_tflops: Annotated[
+        float | None, typer.Option("--peak-tflops", min=0.001, help="Of the machine, for roofline times; TFLOP/s.")
+    ] = None,
+    peak_gbps: Annotated[
+        float | None, typer.Option("--peak-gbps", min=0.001, help="Memory bandwidth, for roofline times; GB/s.")
+    ] = None,
+    backend: BackendOption = Backend.onnxruntime,
+    device: DeviceOption = None,
+    operators: OperatorsOption = Operators.auto,
+    cuda_graph: CudaGraphOption = True,
+    threads: ThreadsOption = 0,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Where a picture's time goes: per scale, per layer and per kind of operator, against what the arithmetic needs."""
+
+    def body() -> None:
+        from toprovar.tools.profiling import ProfileRequest, print_profile, run_profile
+
+        request = ProfileRequest(
+            bundle=bundle, out=out, variant=variant, prompt=prompt, runs=runs, seed=seed, command=_command_line(),
+            choice=_choice(backend, device, operators, cuda_graph, threads), peak_tflops=peak_tflops,
+            peak_gbps=peak_gbps,
+        )  # fmt: skip
+        facts = run_profile(request, quiet=json)
+        if json:
+            console.print_json(facts)
+        else:
+            print_profile(facts)
 
     _finish(body, verbose)
 
@@ -531,6 +629,71 @@ def env(json: Json = False, verbose: Verbose = False) -> None:
         from toprovar.tools.inspection import print_facts
 
         facts = environment()
+        if json:
+            console.print_json(facts)
+        else:
+            print_facts(facts)
+
+    _finish(body, verbose)
+
+
+plugins_app = typer.Typer(
+    name="plugins",
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="The native operator library: build it, or say what is there.",
+)
+app.add_typer(plugins_app)
+
+
+@plugins_app.command("build")
+def build_plugins(
+    cuda: Annotated[
+        bool | None, typer.Option("--cuda/--no-cuda", help="Kernels for GPUs; default: where nvcc is found.")
+    ] = None,
+    architectures: Annotated[
+        str | None, typer.Option("--architectures", help="GPU generations; default 80;86;89;90a;120.")
+    ] = None,
+    tensorrt_include: Annotated[
+        Path | None, typer.Option("--tensorrt-include", help="Folder of NvInfer.h; adds the TensorRT host.")
+    ] = None,
+    tensorrt_headers: Annotated[
+        HeaderSource | None,
+        typer.Option("--tensorrt-headers", help="pip downloads TensorRT's headers (0.2 MB, hash checked) for it."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write; default: the cache, where it is looked for.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=0, help="Compilers at once; 0 takes all cores.")] = 0,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compile the operators for ONNX Runtime, TensorRT and PyTorch into one library."""
+
+    def body() -> None:
+        from toprovar.tools.plugin_building import BuildRequest, run_build
+
+        request = BuildRequest(
+            cuda=cuda, architectures=architectures, tensorrt_include=tensorrt_include,
+            tensorrt_from_pip=tensorrt_headers is not None, out=out, jobs=jobs,
+        )  # fmt: skip
+        facts = run_build(request, quiet=json)
+        if json:
+            console.print_json(facts)
+
+    _finish(body, verbose)
+
+
+@plugins_app.command("check")
+def check_plugins(json: Json = False, verbose: Verbose = False) -> None:
+    """Say which operator library is found and whether it fits the sources."""
+
+    def body() -> None:
+        from toprovar.tools.inspection import print_facts
+        from toprovar.tools.plugin_building import run_check
+
+        facts = run_check()
         if json:
             console.print_json(facts)
         else:

@@ -122,11 +122,12 @@ def _run_steps(
         texts = {"text_rows": rows[own], "text_valid": valid[own].astype(np.float32)}
         backend.run(manifest.prompt, {name: np.ascontiguousarray(text) for name, text in texts.items()}, tensors)
         prompts.append(tensors)
-    prompt = joined_prompts(prompts, manifest.rows)
+    prompt = joined_prompts(backend.memory, prompts, manifest.rows)
+    weights = bundle.weights()
     seen = {
         "cond_BD": prompt["pooled_text"],
         "gss": prompt["modulation"].transpose(1, 0, 2)[:, None],  # [R, 1, 6, C]
-        "rope": np.stack([backend.weights["rope_cos"], backend.weights["rope_sin"]]),
+        "rope": np.stack([weights["rope_cos"], weights["rope_sin"]]),
     }
     heads, head_width = manifest.model.heads, manifest.model.width // manifest.model.heads
     empty = np.empty((0, len(rows), heads, head_width), np.float32)

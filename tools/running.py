@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import Bundle, open_bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.image_files import printable, write_png
@@ -16,14 +15,18 @@ from toprovar.runtime.noise import check_seed
 from toprovar.runtime.pipeline import Pipeline, Result
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
+from toprovar.tools.backends import BackendChoice
 from toprovar.tools.options import guidance_with
+
+if TYPE_CHECKING:
+    from toprovar.tools.backends import RunningBackend
 
 
 def default_variant(bundle: Bundle) -> str:
     return "planned" if "planned" in bundle.manifest.variants else "dense"
 
 
-def record_of(result: Result, bundle: Bundle, backend: OnnxRuntimeBackend, variant: str, seed: int) -> dict[str, Any]:
+def record_of(result: Result, bundle: Bundle, backend: RunningBackend, variant: str, seed: int) -> dict[str, Any]:
     """What a run was and how long it took, as data."""
     prompt = result.prompt
     return {
@@ -34,6 +37,8 @@ def record_of(result: Result, bundle: Bundle, backend: OnnxRuntimeBackend, varia
         "method": bundle.manifest.method if variant == "planned" else "dense",
         "bundle_sha256": bundle.digest,
         "versions": {"toprovar": VERSION, "backend": backend.version},
+        "device": backend.device,
+        "operators": backend.operators,
         "latency_ms": {name: round(value, 3) for name, value in result.latency_ms.items()},
         "steps": [
             {
@@ -57,7 +62,7 @@ def run_bundle(
     cfg: str | None = None,
     tau: str | None = None,
     preview_dir: Path | None = None,
-    threads: int = 0,
+    choice: BackendChoice = BackendChoice(),
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Makes one image and writes it. Returns: the record of the run.
@@ -75,7 +80,7 @@ def run_bundle(
     bundle = open_bundle(folder)
     if bundle.manifest.decoder is None:
         raise ToprovarError(f"bundle {folder} holds no decoder, so it makes no picture", "export it with --tokenizer")
-    backend = OnnxRuntimeBackend(bundle, threads)
+    backend = choice.open(bundle)
     pipeline = Pipeline(bundle, backend)
     variant = variant or default_variant(bundle)
     guidance = guidance_with(bundle.manifest.guidance, cfg, tau)

@@ -325,8 +325,11 @@ struct MmaAttention
 #pragma unroll
                 for (int n = 0; n < WIDTH / 8; ++n)
                 {
-                    float2 const two = make_float2(o[n][2 * half], o[n][2 * half + 1]);
-                    *reinterpret_cast<float2*>(parts.o + part * D + n * 8 + (lane & 3) * 2) = two;
+                    if (n * 8 < D)
+                    {
+                        float2 const two = make_float2(o[n][2 * half], o[n][2 * half + 1]);
+                        *reinterpret_cast<float2*>(parts.o + part * D + n * 8 + (lane & 3) * 2) = two;
+                    }
                 }
                 continue;
             }
