@@ -183,7 +183,11 @@ def _traced(bundle: Bundle, variant: str, request: ProfileRequest) -> dict[str, 
     layer_times = getattr(backend, "layer_times", None)
     if layer_times is not None:
         return {
-            file: {"layers_of_engine": [{"layer": name, "ms": statistics.median(ms[1:] or ms)} for name, ms in times.items()]}
+            file: {
+                "layers_of_engine": [
+                    {"layer": name, "ms": statistics.median(ms[1:] or ms)} for name, ms in times.items()
+                ]
+            }
             for file, times in layer_times().items()
         }
     found = {}

@@ -214,7 +214,9 @@ def profile_large(context: Context, operators: str) -> dict[str, Any]:
         found = run_profile(request, quiet=True)
         facts[variant] = {name: found[name] for name in ("first_call_ms", "parts", "scales", "traces")}
         for row in found["scales"]:
-            say(f"  {variant} scale {row['scale']}: {row['median_ms']:.2f} ms, {row.get('achieved_tflops', 0):.1f} TFLOP/s")
+            say(
+                f"  {variant} scale {row['scale']}: {row['median_ms']:.2f} ms, {row.get('achieved_tflops', 0):.1f} TFLOP/s"
+            )
     return facts
 
 
@@ -278,7 +280,10 @@ def _pipeline(context: Context, folder: Path, operators: str, cuda_graph: bool) 
 
     bundle = open_bundle(folder, verify=False)
     backend = OnnxRuntimeBackend(
-        bundle, device=context.device, operators=operators, cuda_graph=cuda_graph  # type: ignore[arg-type]
+        bundle,
+        device=context.device,
+        operators=operators,
+        cuda_graph=cuda_graph,  # type: ignore[arg-type]
     )
     say(f"  backend {backend.version}")
     return Pipeline(bundle, backend)
