@@ -1,4 +1,4 @@
-"""Every operator of the library on a GPU, against the float64 references. TOPROVAR_PLUGINS or the cache must hold it."""
+"""Every operator of the library on a GPU, against float64 references; TOPROVAR_PLUGINS or the cache must hold it."""
 
 import numpy as np
 import pytest
