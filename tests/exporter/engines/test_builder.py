@@ -19,6 +19,7 @@ from onnx import helper
 from plans import full_size_plan
 
 from toprovar.exporter.bundle_writer import BundleGraphs, export_graphs
+from toprovar.exporter.engines import builder, versions
 from toprovar.exporter.engines.builder import Job, _Phases, plugin_nodes
 from toprovar.exporter.engines.child import build_environment, run_builder
 from toprovar.exporter.engines.engine_set import EngineRequest, build_engines, plugin_library
@@ -162,6 +163,24 @@ def test_a_graph_that_is_refused_names_the_node(tmp_path):
         build(job_of(tmp_path, "odd.onnx", tmp_path))
     assert f"{tmp_path / 'odd.onnx'} is refused by TensorRT-RTX" in caught.value.message
     assert "the_node (NoSuchOperator)" in caught.value.message
+
+
+def test_the_way_of_full_tensorrt_keeps_a_timing_cache(tmp_path, monkeypatch):
+    """The same path with the other target's settings, on the builder that is here: it shares TensorRT's interface."""
+    needs_rtx()
+    import tensorrt_rtx_bindings
+
+    monkeypatch.setattr(versions, "import_module", lambda target: tensorrt_rtx_bindings)
+    save_graph(tmp_path / "small.onnx", "Relu")
+    told = []
+    reports = SimpleNamespace(fraction=told.append)
+    cache = tmp_path / "timing.cache"
+    job = job_of(tmp_path, "small.onnx", tmp_path, target="tensorrt", capabilities=(), timing_cache=str(cache))
+    for _ in range(2):  # without a cache, and with one
+        builder.build(job, reports)
+        assert (tmp_path / "made.plan").stat().st_size > 1000
+        assert cache.stat().st_size > 0
+    assert told[-1] == max(told) <= 1
 
 
 def test_a_full_disk_is_one_message(tmp_path):
