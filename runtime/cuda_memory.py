@@ -145,7 +145,7 @@ class CudaMemory:
 
     def read(self, buffer: DeviceBuffer) -> np.ndarray:
         """bfloat16 comes as uint16 bits."""
-        array = np.empty(buffer.shape, NUMPY_DTYPES.get(buffer.dtype, np.uint16))
+        array: np.ndarray = np.empty(buffer.shape, NUMPY_DTYPES.get(buffer.dtype, np.uint16))
         if array.nbytes:
             kind = self.api.cudaMemcpyKind.cudaMemcpyDeviceToHost
             checked(self.api.cudaMemcpyAsync(array.ctypes.data, buffer.address, array.nbytes, kind, self.stream))

@@ -53,6 +53,4 @@ class BackendChoice:
             )
         from toprovar.runtime.backends.tensorrt import TensorRtBackend
 
-        return TensorRtBackend(
-            bundle, self.backend, cuda_graph=self.cuda_graph, profile=profile_to is not None
-        )
+        return TensorRtBackend(bundle, self.backend, cuda_graph=self.cuda_graph, profile=profile_to is not None)

@@ -57,8 +57,10 @@ class Provider(Protocol):
     """What differs between devices."""
 
     device: str
-    memory: Memory
     description: str
+
+    @property
+    def memory(self) -> Memory: ...
 
     def load_weights(self, bundle: Bundle) -> dict[str, Any]:
         """OrtValues by name, on the device, in buffers that ONNX Runtime does not own."""
@@ -79,7 +81,7 @@ class CpuProvider:
 
     def __init__(self, ort: Any, threads: int) -> None:
         self._ort, self._threads = ort, threads
-        self.memory = HostMemory()
+        self.memory: Memory = HostMemory()
 
     def load_weights(self, bundle: Bundle) -> dict[str, Any]:
         return {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in bundle.weights().items()}
@@ -144,13 +146,16 @@ class OnnxRuntimeBackend:
         self._key = (weights_sha256, self.threads, device, operators, cuda_graph, tf32, profile_to)
         self._checked: set[str] = set()
         self._step_files = {step.graph.file for steps in bundle.manifest.variants.values() for step in steps}
+        self._provider: Provider
+        self._library: Path | None
+        self._values: dict[str, Any]
+        self._sessions: dict[str, Any]  # by digest of the graph
         if shared is not None and shared._key == self._key:
             self._provider, self._library = shared._provider, shared._library
             self._values, self._sessions = shared._values, shared._sessions
         else:
             self._provider, self._library = self._start(device, operators, cuda_graph, tf32)
-            self._values: dict[str, Any] = self._provider.load_weights(bundle)
-            self._sessions: dict[str, Any] = {}  # by digest of the graph
+            self._values, self._sessions = self._provider.load_weights(bundle), {}
         self.memory = self._provider.memory
 
     def _start(self, device: str, operators: Operators, cuda_graph: bool, tf32: bool) -> tuple[Provider, Path | None]:

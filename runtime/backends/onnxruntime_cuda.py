@@ -13,7 +13,7 @@ import numpy as np
 from toprovar.runtime.backends import ort_values
 from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.cuda_memory import ALIGNMENT, CudaMemory, compute_capability, load_cuda
-from toprovar.runtime.errors import EnvironmentFault, ToprovarError
+from toprovar.runtime.errors import EnvironmentFault
 from toprovar.runtime.weights import WeightsFile
 
 log = logging.getLogger("toprovar")
@@ -46,15 +46,19 @@ def check_cuda(ort: Any) -> Any:
         ort.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", 0)
     except Exception as error:  # the library's own classes are not exported
         raise EnvironmentFault(
-            f"onnxruntime {ort.__version__} cannot load its CUDA provider: {str(error).strip().splitlines()[-1][-200:]}",
+            f"onnxruntime {ort.__version__} cannot load its CUDA provider: {_last_words(error)}",
             "its message above names the library that is missing; "
             "pip install 'onnxruntime-gpu[cuda,cudnn]' nvidia-cublas",
         ) from None
     return api
 
 
+def _last_words(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][-200:]
+
+
 class CudaProvider:
-    """captures: steps become CUDA graphs; tf32: float32 products may round their factors to 10 bits of mantissa."""
+    """captures: steps become CUDA graphs; tf32: float32 products may round their factors to 10 bits."""
 
     device = "cuda"
 
@@ -67,7 +71,7 @@ class CudaProvider:
         self._capturing: set[int] = set()
 
     def _register_arena(self) -> bool:
-        """One arena for the intermediate values of all sessions: they run in turn, so the largest step's need is all."""
+        """One arena for the intermediate values of all sessions: they run in turn, so the largest need is all."""
         ort = self._ort
         info = ort.OrtMemoryInfo("Cuda", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         same_as_requested = 1
@@ -76,7 +80,7 @@ class CudaProvider:
         except Exception as error:  # one is registered already, by an earlier backend of this process
             if "already" in str(error):
                 return True
-            log.warning("each step keeps an arena of its own on the GPU: %s", str(error).strip()[-200:])
+            log.warning("each step keeps an arena of its own on the GPU: %s", _last_words(error))
             return False
         return True
 
@@ -128,7 +132,9 @@ class CudaProvider:
             "arena_extend_strategy": "kSameAsRequested",
             "cudnn_conv_algo_search": "HEURISTIC",  # trying all algorithms takes seconds and picks another each time
         }
-        return self._ort.InferenceSession(path, options, providers=[(CUDA, settings), "CPUExecutionProvider"], enable_fallback=0)
+        return self._ort.InferenceSession(
+            path, options, providers=[(CUDA, settings), "CPUExecutionProvider"], enable_fallback=0
+        )
 
     def run(self, session: Any, binding: Any, addresses: tuple[int, ...], is_fixed: bool) -> None:
         options = None
