@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch is loaded
 
@@ -77,3 +78,25 @@ def tiny_bundle(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle") / "tiny"
     export_bundle(tiny, folder, GUIDANCE, StepOptions(text_tokens=12), pruning_plan(tiny))
     return folder
+
+
+@pytest.fixture(scope="session")
+def plugin_library(pytestconfig):
+    """The operator library of these sources for the processor; built once and kept in pytest's cache."""
+    from toprovar.plugins import library
+    from toprovar.tools.plugin_building import BuildRequest, run_build
+
+    missing = [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"needs {' and '.join(missing)}")
+    path = pytestconfig.cache.mkdir("plugins") / library.source_digest()[:16] / library.FILE_NAME
+    if not path.is_file():
+        run_build(BuildRequest(cuda=False, out=path), quiet=True)
+    return library.read_library(path)
+
+
+@pytest.fixture
+def with_plugins(plugin_library, monkeypatch):
+    """The library as a user has it: named by the environment."""
+    monkeypatch.setenv("TOPROVAR_PLUGINS", str(plugin_library.path))
+    return plugin_library

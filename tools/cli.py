@@ -131,6 +131,10 @@ class NumberFormat(str, Enum):
     bf16 = "bf16"
 
 
+class HeaderSource(str, Enum):
+    pip = "pip"
+
+
 BackendOption = Annotated[
     Backend, typer.Option("--backend", help="What runs the bundle; TensorRT's need engines (toprovar rebuild).")
 ]
@@ -625,6 +629,71 @@ def env(json: Json = False, verbose: Verbose = False) -> None:
         from toprovar.tools.inspection import print_facts
 
         facts = environment()
+        if json:
+            console.print_json(facts)
+        else:
+            print_facts(facts)
+
+    _finish(body, verbose)
+
+
+plugins_app = typer.Typer(
+    name="plugins",
+    cls=Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="The native operator library: build it, or say what is there.",
+)
+app.add_typer(plugins_app)
+
+
+@plugins_app.command("build")
+def build_plugins(
+    cuda: Annotated[
+        bool | None, typer.Option("--cuda/--no-cuda", help="Kernels for GPUs; default: where nvcc is found.")
+    ] = None,
+    architectures: Annotated[
+        str | None, typer.Option("--architectures", help="GPU generations; default 80;86;89;90a;120.")
+    ] = None,
+    tensorrt_include: Annotated[
+        Path | None, typer.Option("--tensorrt-include", help="Folder of NvInfer.h; adds the TensorRT host.")
+    ] = None,
+    tensorrt_headers: Annotated[
+        HeaderSource | None,
+        typer.Option("--tensorrt-headers", help="pip downloads TensorRT's headers (0.2 MB, hash checked) for it."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write; default: the cache, where it is looked for.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=0, help="Compilers at once; 0 takes all cores.")] = 0,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compile the operators for ONNX Runtime, TensorRT and PyTorch into one library."""
+
+    def body() -> None:
+        from toprovar.tools.plugin_building import BuildRequest, run_build
+
+        request = BuildRequest(
+            cuda=cuda, architectures=architectures, tensorrt_include=tensorrt_include,
+            tensorrt_from_pip=tensorrt_headers is not None, out=out, jobs=jobs,
+        )  # fmt: skip
+        facts = run_build(request, quiet=json)
+        if json:
+            console.print_json(facts)
+
+    _finish(body, verbose)
+
+
+@plugins_app.command("check")
+def check_plugins(json: Json = False, verbose: Verbose = False) -> None:
+    """Say which operator library is found and whether it fits the sources."""
+
+    def body() -> None:
+        from toprovar.tools.inspection import print_facts
+        from toprovar.tools.plugin_building import run_check
+
+        facts = run_check()
         if json:
             console.print_json(facts)
         else:

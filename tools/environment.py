@@ -9,6 +9,8 @@ import subprocess
 from importlib import metadata
 from typing import Any
 
+from toprovar.plugins import library
+from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.version import VERSION
 
 PACKAGES = (
@@ -45,6 +47,17 @@ def _first_line(command: list[str]) -> str | None:
     return lines[0] if done.returncode == 0 and lines else None
 
 
+def _plugins() -> str:
+    """The operator library in one line."""
+    from toprovar.tools.plugin_building import described
+
+    try:
+        found = library.find_library()
+    except ToprovarError as error:
+        return f"no: {error.message}"
+    return "no: toprovar plugins build" if found is None else f"{found.path} ({described(found)})"
+
+
 def environment() -> dict[str, Any]:
     """Versions, cores, GPU and which commands work here."""
     packages = {name: _installed(name) for name in PACKAGES}
@@ -58,6 +71,7 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "packages": packages,
         "gpu": gpu,
+        "plugins": _plugins(),
         "commands": {
             "run, bench": "yes" if can_run else "no: pip install toprovar",
             "calibrate, export, demo": "yes" if can_calibrate else "no: pip install 'toprovar[torch]'",

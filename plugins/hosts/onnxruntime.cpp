@@ -35,6 +35,7 @@ constexpr int32_t kOP_ATTRIBUTE_INTS = 2;
 enum Slot : int32_t
 {
     kCREATE_STATUS = 0,
+    kERROR_MESSAGE = 2,
     kCREATE_DOMAIN = 26,
     kDOMAIN_ADD = 27,
     kADD_DOMAIN = 28,
@@ -51,6 +52,7 @@ enum Slot : int32_t
     kATTRIBUTE_INT64 = 86,
     kGET_INPUT = 90,
     kGET_OUTPUT = 91,
+    kRELEASE_STATUS = 93,
     kRELEASE_TYPE_AND_SHAPE = 99,
     kATTRIBUTE_INT64S = 163,
     kGPU_STREAM = 193,
@@ -124,6 +126,14 @@ public:
     void releaseTypeAndShape(void* info) const
     {
         reinterpret_cast<void (*)(void*)>(mTable[kRELEASE_TYPE_AND_SHAPE])(info);
+    }
+
+    //! What a fault says; releases it.
+    std::string messageOf(ApiFault const& fault) const
+    {
+        std::string text = reinterpret_cast<char const* (*) (OrtStatus const*)>(mTable[kERROR_MESSAGE])(fault.status);
+        reinterpret_cast<void (*)(OrtStatus*)>(mTable[kRELEASE_STATUS])(fault.status);
+        return text;
     }
 
     OrtStatus* statusFrom(std::exception const& fault) const
@@ -322,7 +332,15 @@ OrtStatus* createKernel(OrtCustomOp const* custom, void const*, void const* info
             Operator const& op = made->mCustomOp.mOperator;
             for (size_t i = 0; i < op.attributes.size(); ++i)
             {
-                made->mAttributes[i] = attributeFrom(info, op.attributes[i]);
+                try
+                {
+                    made->mAttributes[i] = attributeFrom(info, op.attributes[i]);
+                }
+                catch (ApiFault const& fault)
+                {
+                    throw std::invalid_argument(std::string(op.name) + ": attribute " + op.attributes[i].name
+                        + " is missing or of another type: " + gApi.messageOf(fault));
+                }
             }
             *kernel = made.release();
         });

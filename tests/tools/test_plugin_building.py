@@ -1,0 +1,135 @@
+"""`toprovar plugins` as a user meets it: what a build makes, what it refuses, and what an interrupted one leaves."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from command_line import call, done, refusal
+
+from toprovar.plugins import library
+from toprovar.runtime.errors import EnvironmentFault
+from toprovar.tools import plugin_building
+from toprovar.tools.plugin_building import BuildRequest, run_build
+
+FACTS = {"path", "version", "source_digest", "stale", "hosts", "cuda_architectures", "operators"}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch, tmp_path):
+    monkeypatch.delenv("TOPROVAR_PLUGINS", raising=False)
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def compiled(plugin_library, monkeypatch):
+    """A build whose compiler already ran: it copies the finished library."""
+
+    def copy(request, folder, cuda, nvcc, include, quiet):
+        assert not cuda
+        shutil.copyfile(plugin_library.path, folder / library.FILE_NAME)
+
+    monkeypatch.setattr(plugin_building, "_compile", copy)
+
+
+def test_a_build_goes_where_the_library_is_looked_for(compiled):
+    result = call("plugins", "check")
+    assert result.exit_code == 3
+    assert "the operator library is missing" in result.stderr
+    assert "hint: build it:  toprovar plugins build" in result.stderr
+    result = done("plugins", "build", "--no-cuda")
+    assert result.stdout == ""
+    assert f"wrote {library.cache_path()} (10 operators, CPU only, hosts ctypes onnxruntime) in" in result.stderr
+    facts = json.loads(done("plugins", "check", "--json").stdout)
+    assert set(facts) == FACTS
+    assert facts["path"] == str(library.cache_path())
+    assert not facts["stale"]
+    assert [path.name for path in library.cache_path().parent.iterdir()] == [library.FILE_NAME]
+    assert str(library.cache_path()) in json.loads(done("env", "--json").stdout)["plugins"]
+
+
+def test_a_build_elsewhere_says_how_to_use_it(compiled, tmp_path):
+    target = tmp_path / "my plugins.so"
+    result = done("plugins", "build", "--no-cuda", "--out", target)
+    assert f"use it:  export TOPROVAR_PLUGINS='{target}'" in result.stderr
+    facts = json.loads(done("plugins", "build", "--no-cuda", "--out", target, "--json").stdout)
+    assert set(facts) == {*FACTS, "seconds"}
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == [target.name]
+
+
+def test_env_says_that_there_is_no_library(monkeypatch):
+    assert json.loads(done("env", "--json").stdout)["plugins"] == "no: toprovar plugins build"
+    monkeypatch.setenv("TOPROVAR_PLUGINS", "/nowhere/x.so")
+    assert "no: TOPROVAR_PLUGINS names /nowhere/x.so" in json.loads(done("env", "--json").stdout)["plugins"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--no-cuda", "--architectures", "80"], "--architectures is for CUDA"),
+        (["--no-cuda", "--tensorrt-headers", "pip"], "the TensorRT host runs CUDA kernels"),
+        (["--cuda", "--architectures", "ampere"], "--architectures ampere: expected numbers such as 80 or 90a"),
+        (["--cuda", "--tensorrt-include", "/nowhere"], "there is no /nowhere/NvInferRuntime.h"),
+        (["--cuda", "--tensorrt-include", "/x", "--tensorrt-headers", "pip"], "are given together"),
+        (["--out", "."], " is a folder; a file is expected"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message, monkeypatch):
+    monkeypatch.setenv("CUDACXX", "/somewhere/nvcc")
+    assert message in refusal("plugins", "build", *options)
+
+
+def test_missing_tools_are_told(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, **_: None)
+    monkeypatch.setattr(plugin_building.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentFault, match="cmake is not on the path") as caught:
+        run_build(BuildRequest())
+    assert "pip install cmake ninja" in caught.value.hint
+    with pytest.raises(EnvironmentFault, match="--cuda: nvcc is not on the path") as caught:
+        run_build(BuildRequest(cuda=True))
+    assert "pip install nvidia-cuda-nvcc" in caught.value.hint
+
+
+def test_two_builds_of_one_file_are_refused(compiled, tmp_path):
+    target = tmp_path / "x.so"
+    with (
+        plugin_building._only_build(target),
+        pytest.raises(EnvironmentFault, match=r"another build of .*x\.so is running"),
+    ):
+        run_build(BuildRequest(cuda=False, out=target))
+    assert not target.exists()
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+def test_a_compiler_that_fails_is_quoted_and_leaves_the_old_library(monkeypatch, tmp_path):
+    target = tmp_path / "x.so"
+    target.write_bytes(b"older")
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(EnvironmentFault, match=r"cmake -S failed with exit code 1:\n.*\n") as caught:
+        run_build(BuildRequest(cuda=False, out=target), quiet=True)
+    assert "C++17 compiler" in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["x.so"]
+    assert target.read_bytes() == b"older"
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_build_leaves_nothing(number, tmp_path):
+    target = tmp_path / "out" / "x.so"
+    command = [sys.executable, "-m", "toprovar.tools.cli", "plugins", "build", "--no-cuda", "--out", str(target)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        deadline = time.monotonic() + 60
+        while not list(target.parent.glob(".build-*/CMakeCache.txt")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert list(target.parent.iterdir()) == []
