@@ -16,7 +16,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/toprovar demo --out out/demo
 
-test: install
+# the tests build real engines; the builder is 95 MB that nothing else needs
+$(VENV)/.tensorrt-rtx: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tensorrt-rtx]'
+	touch $@
+
+test: $(VENV)/.tensorrt-rtx
 	$(BIN)/python -m pytest
 
 lint: install

@@ -13,7 +13,9 @@ import numpy as np
 
 from toprovar.runtime.manifest import NUMPY_DTYPES, Dtype, TensorFacts
 
-NAMES_OF_DTYPES: dict[np.dtype[Any], Dtype] = {np.dtype(numpy_dtype): name for name, numpy_dtype in NUMPY_DTYPES.items()}
+NAMES_OF_DTYPES: dict[np.dtype[Any], Dtype] = {
+    np.dtype(numpy_dtype): name for name, numpy_dtype in NUMPY_DTYPES.items()
+}
 
 
 class Buffer(Protocol):

@@ -30,7 +30,13 @@ Extent = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Dtype = Literal["F32", "F16", "BF16", "I64", "I32", "U8"]
 # number format of a bundle -> type of its matrix products and its cache
 COMPUTE_DTYPES: dict[str, Dtype] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-NUMPY_DTYPES: dict[Dtype, type] = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
+NUMPY_DTYPES: dict[Dtype, type] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "U8": np.uint8,
+}
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1}
 
 

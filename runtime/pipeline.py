@@ -35,7 +35,8 @@ from toprovar.runtime.text import EncodedPrompt, TextEncoder
 class Backend(Protocol):
     """Anything that runs a bundle's graphs from buffers into buffers of its memory."""
 
-    memory: Memory
+    @property
+    def memory(self) -> Memory: ...
 
     def prepare(self, graph: Graph) -> None: ...
 
@@ -213,9 +214,7 @@ class Pipeline:
         image = self._decoded(picture.codes) if self.manifest.decoder else None
         codes = self.backend.memory.read(picture.codes)[0]
         picture.latency_ms["decode"] = (time.perf_counter() - begin) * 1e3
-        return Result(
-            image, codes, picture.bits, picture.steps, picture.latency_ms, picture.prompt, picture.decisions
-        )
+        return Result(image, codes, picture.bits, picture.steps, picture.latency_ms, picture.prompt, picture.decisions)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """codes [d, h, w] -> picture [H, W, 3] uint8."""

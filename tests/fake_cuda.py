@@ -1,7 +1,8 @@
+# ruff: noqa: N815  names are CUDA's
 """A CUDA runtime whose GPU is host memory, and an ONNX Runtime whose CUDA provider is its CPU one.
 
-The calls have the shape of cuda-bindings 13: status first, then values. Addresses are real, so that slices, strided copies
-and bound pointers are what they would be on a GPU; what is missing there is missing here.
+The calls have the shape of cuda-bindings 13: status first, then values. Addresses are real, so that slices, strided
+copies and bound pointers are what they would be on a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A TensorRT whose plans are ONNX models with their weights as inputs, run by ONNX Runtime on host memory.
 
-Names are those of tensorrt_rtx_bindings 1.7; `used_names` lists them, so that a test holds them against the real module.
+Names are those of tensorrt_rtx_bindings 1.7; `USED_NAMES` lists them, so that a test holds them against that module.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class FakeTensorRt:
     def get_plugin_registry(self):
         return self.registry
 
-    def Runtime(self, logger):  # noqa: N802
+    def Runtime(self, logger):
         def deserialize(raw):
             if raw == b"no plan":
                 logger.log(FakeLogger.Severity.ERROR, "magic tag does not match")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from conftest import SCHEDULE
 
+from toprovar.exporter.schedules import schedule_for
 from toprovar.runtime.decisions import EnergyMassDecision, LogisticModel, RhoDecision, SatsDecision, SkipvarDecision
 from toprovar.runtime.plan import CfgStop, CodeWeight, Plan, PlanPath, Restore, Score
 
@@ -141,3 +142,22 @@ DECIDED = {
     "energy mass .9, guidance decided, l2": mass_parts(0.9, 0.3, "l2"),
 }
 EVERY = {**STATIC, **DECIDED}
+
+
+def full_size_plan(model):
+    """Prunes the last three scales of the 1M schedule in 26 of 32 layers."""
+    schedule = schedule_for(1.0, "1M")
+    dense = {0, 1, 2, 15, 30, 31}
+    keep, sources = {}, {}
+    for k, count in ((10, 384), (11, 576), (12, 1024)):
+        tokens = schedule[k][0] * schedule[k][1]
+        keep[k] = tuple(tokens if layer in dense else count for layer in range(32))
+        sources[k] = {layer: max(d for d in dense if d < layer) for layer in range(32) if layer not in dense}
+    return Plan(
+        backbone=model.backbone,
+        schedule=schedule,
+        method="toprovar",
+        keep=keep,
+        score=Score(kind="entropy", source_layer=sources),
+        restore=Restore(kind="cached_residual", ref_scale=9),
+    )

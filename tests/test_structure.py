@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = ["plugins", "runtime", "exporter", "calibrate", "tools"]  # bottom up
-HEAVY = {"torch", "onnx", "onnx_ir", "onnxruntime", "skimage", "matplotlib", "jinja2", "triton", "tensorrt"}
+HEAVY = {"torch", "onnx", "onnx_ir", "onnxruntime", "skimage", "matplotlib", "jinja2", "triton", "tensorrt", "cuda"}
 
 
 def sources():

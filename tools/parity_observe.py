@@ -7,7 +7,7 @@ activations [R, L, C], caches [R, H, S, c] with neighbouring rotation pairs. A n
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from toprovar.exporter.infinity.transformer import Infinity
     from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
     from toprovar.runtime.bundle import Bundle
+    from toprovar.runtime.manifest import TensorFacts
 
 Arrays = dict[str, np.ndarray]
 
@@ -108,17 +109,16 @@ def _run_steps(
 ) -> Arrays:
     """Drives the dense steps of any number of images."""
     from toprovar.runtime.images import joined_prompts
-    from toprovar.runtime.manifest import NUMPY_DTYPES
 
     manifest = bundle.manifest
 
-    def allocate(outputs: Iterable[tuple[str, tuple[int, ...], str]]) -> Arrays:
-        return {name: np.empty(shape, NUMPY_DTYPES[dtype]) for name, shape, dtype in outputs}
+    def allocate(outputs: Mapping[str, TensorFacts]) -> Arrays:
+        return {name: backend.memory.empty(facts.shape, facts.dtype) for name, facts in outputs.items()}
 
     prompts = []
     for image in range(run.images):
         own = slice(image, None, run.images)  # the conditional row, and under guidance the unconditional one
-        tensors = allocate((name, facts.shape, facts.dtype) for name, facts in manifest.prompt.outputs.items())
+        tensors = allocate(manifest.prompt.outputs)
         texts = {"text_rows": rows[own], "text_valid": valid[own].astype(np.float32)}
         backend.run(manifest.prompt, {name: np.ascontiguousarray(text) for name, text in texts.items()}, tensors)
         prompts.append(tensors)
@@ -145,7 +145,7 @@ def _run_steps(
             "tau": np.array([run.guidance.tau[s]], np.float32),
             "bit_limit": limit,
         }
-        outputs = allocate((name, facts.shape, facts.dtype) for name, facts in step.graph.outputs.items())
+        outputs = allocate(step.graph.outputs)
         needed = {name: np.ascontiguousarray(inputs[name]) for name in step.graph.inputs}
         backend.run(step.graph, needed, outputs)
         codes = outputs["codes_next"]

@@ -183,7 +183,11 @@ def _traced(bundle: Bundle, variant: str, request: ProfileRequest) -> dict[str, 
     layer_times = getattr(backend, "layer_times", None)
     if layer_times is not None:
         return {
-            file: {"layers_of_engine": [{"layer": name, "ms": statistics.median(ms[1:] or ms)} for name, ms in times.items()]}
+            file: {
+                "layers_of_engine": [
+                    {"layer": name, "ms": statistics.median(ms[1:] or ms)} for name, ms in times.items()
+                ]
+            }
             for file, times in layer_times().items()
         }
     found = {}
@@ -194,8 +198,8 @@ def _traced(bundle: Bundle, variant: str, request: ProfileRequest) -> dict[str, 
 
 def print_profile(facts: dict[str, Any]) -> None:
     conditions = facts["conditions"]
-    title = f"{facts['variant']}, {conditions['compute']}, {conditions['versions']['backend']}: {conditions['runs']} warm runs"
-    table = Table(title=title)
+    title = f"{facts['variant']}, {conditions['compute']}, {conditions['versions']['backend']}"
+    table = Table(title=f"{title}: {conditions['runs']} warm runs")
     for name in ("scale", "map", "kept", "median ms", "p90", "TFLOP/s", "GB/s", "floor ms"):
         table.add_column(name, justify="right")
     for row in facts["scales"]:

@@ -72,7 +72,9 @@ def aggregated(trace: Path, layers: Mapping[int, int]) -> dict[str, Any]:
     ]
     return {
         "runs": runs,
-        "measured": "kernels on the GPU" if events and events[0].get("cat") == "Kernel" else "nodes, on the host's clock",
+        "measured": "kernels on the GPU"
+        if events and events[0].get("cat") == "Kernel"
+        else "nodes, on the host's clock",
         "operators": sorted(operators, key=lambda row: -row["ms"]),
         "layers": [
             {"layer": key, "ms": ms / runs}

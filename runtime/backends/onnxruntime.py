@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -57,8 +57,10 @@ class Provider(Protocol):
     """What differs between devices."""
 
     device: str
-    memory: Memory
     description: str
+
+    @property
+    def memory(self) -> Memory: ...
 
     def load_weights(self, bundle: Bundle) -> dict[str, Any]:
         """OrtValues by name, on the device, in buffers that ONNX Runtime does not own."""
@@ -69,8 +71,8 @@ class Provider(Protocol):
     def open(self, path: Path, options: Any, is_step: bool) -> Any:
         """A session. Raises: the library's own errors."""
 
-    def run(self, session: Any, binding: Any, addresses: tuple[int, ...], is_fixed: bool) -> None:
-        """addresses: of all that is bound; is_fixed: no axis is open."""
+    def run(self, session: Any, addresses: tuple[int, ...], is_fixed: bool, bind: Callable[[], Any]) -> None:
+        """addresses: of all that is bound; is_fixed: no axis is open; bind: makes a binding to them."""
 
 
 class CpuProvider:
@@ -79,7 +81,7 @@ class CpuProvider:
 
     def __init__(self, ort: Any, threads: int) -> None:
         self._ort, self._threads = ort, threads
-        self.memory = HostMemory()
+        self.memory: Memory = HostMemory()
 
     def load_weights(self, bundle: Bundle) -> dict[str, Any]:
         return {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in bundle.weights().items()}
@@ -95,8 +97,8 @@ class CpuProvider:
     def open(self, path: Path, options: Any, is_step: bool) -> Any:
         return self._ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
-    def run(self, session: Any, binding: Any, addresses: tuple[int, ...], is_fixed: bool) -> None:
-        session.run_with_iobinding(binding)
+    def run(self, session: Any, addresses: tuple[int, ...], is_fixed: bool, bind: Callable[[], Any]) -> None:
+        session.run_with_iobinding(bind())
 
 
 class OnnxRuntimeBackend:
@@ -144,13 +146,16 @@ class OnnxRuntimeBackend:
         self._key = (weights_sha256, self.threads, device, operators, cuda_graph, tf32, profile_to)
         self._checked: set[str] = set()
         self._step_files = {step.graph.file for steps in bundle.manifest.variants.values() for step in steps}
+        self._provider: Provider
+        self._library: Path | None
+        self._values: dict[str, Any]
+        self._sessions: dict[str, Any]  # by digest of the graph
         if shared is not None and shared._key == self._key:
             self._provider, self._library = shared._provider, shared._library
             self._values, self._sessions = shared._values, shared._sessions
         else:
             self._provider, self._library = self._start(device, operators, cuda_graph, tf32)
-            self._values: dict[str, Any] = self._provider.load_weights(bundle)
-            self._sessions: dict[str, Any] = {}  # by digest of the graph
+            self._values, self._sessions = self._provider.load_weights(bundle), {}
         self.memory = self._provider.memory
 
     def _start(self, device: str, operators: Operators, cuda_graph: bool, tf32: bool) -> tuple[Provider, Path | None]:
@@ -236,19 +241,24 @@ class OnnxRuntimeBackend:
         larger ones are used where they lie.
         """
         session = self._session(graph)
-        binding = session.io_binding()
-        device, addresses = self._provider.device, []
-        for name, facts in graph.inputs.items():
-            address, shape = checked_address(self.memory, inputs[name], name, facts), inputs[name].shape
-            binding.bind_input(name, device, 0, ONNX_TYPES[facts.dtype], shape, address)
-            addresses.append(address)
-        for name, facts in graph.outputs.items():
-            address = checked_address(self.memory, outputs[name], name, facts)
-            binding.bind_output(name, device, 0, ONNX_TYPES[facts.dtype], facts.shape, address)
-            addresses.append(address)
+        sides = ((graph.inputs, inputs), (graph.outputs, outputs))
+        addresses = tuple(
+            checked_address(self.memory, given[name], name, facts)
+            for told, given in sides
+            for name, facts in told.items()
+        )
+
+        def bind() -> Any:
+            binding, device, place = session.io_binding(), self._provider.device, iter(addresses)
+            for name, facts in graph.inputs.items():
+                binding.bind_input(name, device, 0, ONNX_TYPES[facts.dtype], inputs[name].shape, next(place))
+            for name, facts in graph.outputs.items():
+                binding.bind_output(name, device, 0, ONNX_TYPES[facts.dtype], facts.shape, next(place))
+            return binding
+
         is_fixed = not any(facts.is_open for facts in graph.inputs.values())
         try:
-            self._provider.run(session, binding, tuple(addresses), is_fixed)
+            self._provider.run(session, addresses, is_fixed, bind)
         except Exception as error:  # the library's own classes are not exported
             hint = "export the bundle again"
             if self.device == "cuda":

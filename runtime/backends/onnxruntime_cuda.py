@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import numpy as np
 from toprovar.runtime.backends import ort_values
 from toprovar.runtime.bundle import Bundle
 from toprovar.runtime.cuda_memory import ALIGNMENT, CudaMemory, compute_capability, load_cuda
-from toprovar.runtime.errors import EnvironmentFault, ToprovarError
+from toprovar.runtime.errors import EnvironmentFault
 from toprovar.runtime.weights import WeightsFile
 
 log = logging.getLogger("toprovar")
 
 CUDA = "CUDAExecutionProvider"
-MAX_GRAPHS = 4  # captured per session: one for each set of addresses; what comes after runs without
+MAX_GRAPHS = 4  # captured per session: one for each set of addresses
 NOT_CAPTURED = -1
 CANNOT_CAPTURE = "cannot use the graph capture feature"  # ONNX Runtime's words where a node has no CUDA kernel
 
@@ -46,15 +47,19 @@ def check_cuda(ort: Any) -> Any:
         ort.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", 0)
     except Exception as error:  # the library's own classes are not exported
         raise EnvironmentFault(
-            f"onnxruntime {ort.__version__} cannot load its CUDA provider: {str(error).strip().splitlines()[-1][-200:]}",
+            f"onnxruntime {ort.__version__} cannot load its CUDA provider: {_last_words(error)}",
             "its message above names the library that is missing; "
             "pip install 'onnxruntime-gpu[cuda,cudnn]' nvidia-cublas",
         ) from None
     return api
 
 
+def _last_words(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][-200:]
+
+
 class CudaProvider:
-    """captures: steps become CUDA graphs; tf32: float32 products may round their factors to 10 bits of mantissa."""
+    """captures: steps become CUDA graphs; tf32: float32 products may round their factors to 10 bits."""
 
     device = "cuda"
 
@@ -63,11 +68,12 @@ class CudaProvider:
         self.memory = CudaMemory(api)
         self.description = f"CUDA, compute capability {compute_capability(api)}"
         self._shares_arena = self._register_arena()
-        self._graphs: dict[int, dict[tuple[int, ...], int]] = {}  # ids by session, then by addresses
+        # by session, then by addresses: bindings, which take 5 µs a tensor to make, and numbers of captured graphs
+        self._met: dict[int, dict[tuple[int, ...], tuple[Any, int]]] = {}
         self._capturing: set[int] = set()
 
     def _register_arena(self) -> bool:
-        """One arena for the intermediate values of all sessions: they run in turn, so the largest step's need is all."""
+        """One arena for the intermediate values of all sessions: they run in turn, so the largest need is all."""
         ort = self._ort
         info = ort.OrtMemoryInfo("Cuda", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         same_as_requested = 1
@@ -76,7 +82,7 @@ class CudaProvider:
         except Exception as error:  # one is registered already, by an earlier backend of this process
             if "already" in str(error):
                 return True
-            log.warning("each step keeps an arena of its own on the GPU: %s", str(error).strip()[-200:])
+            log.warning("each step keeps an arena of its own on the GPU: %s", _last_words(error))
             return False
         return True
 
@@ -128,21 +134,26 @@ class CudaProvider:
             "arena_extend_strategy": "kSameAsRequested",
             "cudnn_conv_algo_search": "HEURISTIC",  # trying all algorithms takes seconds and picks another each time
         }
-        return self._ort.InferenceSession(path, options, providers=[(CUDA, settings), "CPUExecutionProvider"], enable_fallback=0)
+        return self._ort.InferenceSession(
+            path, options, providers=[(CUDA, settings), "CPUExecutionProvider"], enable_fallback=0
+        )
 
-    def run(self, session: Any, binding: Any, addresses: tuple[int, ...], is_fixed: bool) -> None:
+    def run(self, session: Any, addresses: tuple[int, ...], is_fixed: bool, bind: Callable[[], Any]) -> None:
+        known = self._met.setdefault(id(session), {}) if is_fixed else {}
+        if addresses not in known:
+            binding = bind()
+            if len(known) >= MAX_GRAPHS:
+                self._run(session, binding, NOT_CAPTURED)
+                return
+            known[addresses] = binding, len(known) + 1 if is_fixed else NOT_CAPTURED
+            if len(known) == MAX_GRAPHS:
+                log.debug("a graph met %d sets of buffers: further ones are bound anew and not captured", MAX_GRAPHS)
+        self._run(session, *known[addresses])
+
+    def _run(self, session: Any, binding: Any, number: int) -> None:
+        """number: of the captured graph. One replays its own addresses, whatever is bound: others need another."""
         options = None
         if id(session) in self._capturing:
             options = self._ort.RunOptions()
-            number = self._graph_of(session, addresses) if is_fixed else NOT_CAPTURED
             options.add_run_config_entry("gpu_graph_id", str(number))
         session.run_with_iobinding(binding, options)
-
-    def _graph_of(self, session: Any, addresses: tuple[int, ...]) -> int:
-        """A captured graph replays its addresses, whatever is bound: others need another one."""
-        known = self._graphs.setdefault(id(session), {})
-        if addresses not in known:
-            known[addresses] = len(known) + 1 if len(known) < MAX_GRAPHS else NOT_CAPTURED
-            if len(known) == MAX_GRAPHS + 1:
-                log.warning("a step met more than %d sets of buffers: some runs are not captured", MAX_GRAPHS)
-        return known[addresses]

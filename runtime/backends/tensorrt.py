@@ -76,8 +76,8 @@ def check_gpu(bundle: Bundle, engines: EngineSet, api: Any) -> str:
     found = compute_capability(api)
     if found not in engines.compute_capabilities:
         raise EnvironmentFault(
-            f"engines of {bundle.folder} are for compute capability {', '.join(engines.compute_capabilities)}; this GPU "
-            f"has {found}",
+            f"engines of {bundle.folder} are for compute capability {', '.join(engines.compute_capabilities)}; "
+            f"this GPU has {found}",
             f"build them again:  toprovar rebuild {bundle.folder} --target {engines.target}"
             + (f" --compute-capability {found.replace('.', '')}" if engines.target == "tensorrt-rtx" else ""),
         )
@@ -106,9 +106,7 @@ class TensorRtBackend:
             a missing or stale operator library, another version of TensorRT, no GPU, another GPU.
     """
 
-    def __init__(
-        self, bundle: Bundle, target: EngineTarget, *, cuda_graph: bool = True, profile: bool = False
-    ) -> None:
+    def __init__(self, bundle: Bundle, target: EngineTarget, *, cuda_graph: bool = True, profile: bool = False) -> None:
         self._bundle, self._engines = bundle, engines_of(bundle, target)
         library = check_library(bundle, self._engines)
         self._trt = load_module(target)
@@ -260,11 +258,14 @@ class TensorRtBackend:
             return
         if address % ALIGNMENT:
             raise ToprovarError(
-                f"{name} would lie at a multiple of {address & -address} bytes; TensorRT takes multiples of {ALIGNMENT}",
+                f"{name} would lie at a multiple of {address & -address} bytes; "
+                f"TensorRT takes multiples of {ALIGNMENT}",
                 "a model whose width times its bytes per value is a multiple of 256 fits",
             )
         if not loaded.context.set_tensor_address(name, address):
-            raise ToprovarError(f"TensorRT refuses the address of {name}: {self._log.last_error}", "rebuild the engines")
+            raise ToprovarError(
+                f"TensorRT refuses the address of {name}: {self._log.last_error}", "rebuild the engines"
+            )
         loaded.bound[name] = address
 
     # -- running ---------------------------------------------------------------------------------------------------

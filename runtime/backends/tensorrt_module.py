@@ -44,7 +44,7 @@ def kernel_cache_path(trt: Any, capability: str) -> Path:
 def new_log(trt: Any) -> Any:
     """A logger for TensorRT that writes to ours. `last_error`: its last error's text, or ""."""
 
-    class Log(trt.ILogger):  # type: ignore[misc]
+    class Log(trt.ILogger):
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.last_error = ""
@@ -62,7 +62,7 @@ def new_log(trt: Any) -> Any:
 def new_profiler(trt: Any) -> Any:
     """Notes the time of every layer. `times_ms`: {layer: ms of each run}."""
 
-    class Profiler(trt.IProfiler):  # type: ignore[misc]
+    class Profiler(trt.IProfiler):
         def __init__(self) -> None:
             trt.IProfiler.__init__(self)
             self.times_ms: dict[str, list[float]] = {}

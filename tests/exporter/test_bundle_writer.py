@@ -12,6 +12,7 @@ import pytest
 from conftest import GUIDANCE, SCHEDULE, pruning_plan, tiny_model
 from helpers import open_pipeline
 from made_statistics import statistics_of
+from plans import full_size_plan
 
 from toprovar.calibrate.fitting import fit_plan
 from toprovar.calibrate.methods.settings import MethodSettings
@@ -23,7 +24,7 @@ from toprovar.exporter.schedules import schedule_for
 from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import EXIT_ENVIRONMENT, ToprovarError
-from toprovar.runtime.plan import Backbone, Plan, Restore, Score, dense_plan, save_plan
+from toprovar.runtime.plan import Backbone, Plan, dense_plan, save_plan
 
 OPTIONS = StepOptions(text_tokens=12)
 
@@ -133,25 +134,6 @@ def test_an_existing_bundle_needs_overwrite(tiny, tiny_bundle, tmp_path):
         export_bundle(tiny, tmp_path / "b", GUIDANCE, OPTIONS, schedule=SCHEDULE, overwrite=False)
     export_bundle(tiny, tmp_path / "b", GUIDANCE, OPTIONS, schedule=SCHEDULE)
     assert list(open_bundle(tmp_path / "b").manifest.variants) == ["dense"]
-
-
-def full_size_plan(model):
-    """Prunes the last three scales of the 1M schedule in 26 of 32 layers."""
-    schedule = schedule_for(1.0, "1M")
-    dense = {0, 1, 2, 15, 30, 31}
-    keep, sources = {}, {}
-    for k, count in ((10, 384), (11, 576), (12, 1024)):
-        tokens = schedule[k][0] * schedule[k][1]
-        keep[k] = tuple(tokens if layer in dense else count for layer in range(32))
-        sources[k] = {layer: max(d for d in dense if d < layer) for layer in range(32) if layer not in dense}
-    return Plan(
-        backbone=model.backbone,
-        schedule=schedule,
-        method="toprovar",
-        keep=keep,
-        score=Score(kind="entropy", source_layer=sources),
-        restore=Restore(kind="cached_residual", ref_scale=9),
-    )
 
 
 def test_a_full_size_model_is_billed_without_weights():

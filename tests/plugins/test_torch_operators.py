@@ -4,17 +4,10 @@ import numpy as np
 import pytest
 import torch
 from operator_cases import all_cases
+from torch_operator_calls import NAMES, called
 
 from toprovar.plugins.native import OperatorError, found_library
-from toprovar.plugins.torch_operators import ONNX_TYPES, entropy_attention, modulated_norm
-
-DTYPES = {number: dtype for dtype, number in ONNX_TYPES.items()}
-NAMES = {
-    "EntropyAttention": "entropy_attention", "CachedAttention": "cached_attention",
-    "MaskedAttention": "masked_attention", "TokenGate": "token_gate", "ModulatedNorm": "modulated_norm",
-    "RotaryHeads": "rotary_heads", "GatedResidual": "gated_residual", "BiasGelu": "bias_gelu",
-    "BitSampler": "bit_sampler", "TokenRestore": "token_restore",
-}  # fmt: skip
+from toprovar.plugins.torch_operators import entropy_attention, modulated_norm
 
 
 @pytest.fixture(autouse=True)
@@ -22,16 +15,6 @@ def _library(with_plugins):
     found_library.cache_clear()
     yield
     found_library.cache_clear()
-
-
-def called(case, device=None):
-    operator = getattr(torch.ops.toprovar, NAMES[case.kind])
-    attributes = dict(case.numbers)
-    if "to" in attributes:
-        attributes["to"] = DTYPES[attributes["to"]]
-    tensors = {name: torch.from_numpy(x).to(device) for name, x in case.inputs.items()}
-    found = operator(**tensors, **attributes)
-    return list(found) if isinstance(found, tuple | list) else [found]
 
 
 @pytest.mark.parametrize("case", all_cases()[1::3], ids=str)

@@ -1,12 +1,14 @@
 """Buffers on a GPU: slices, strided copies and reuse, through a CUDA runtime whose GPU is host memory."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, Status
 
 from toprovar.runtime import cuda_memory
 from toprovar.runtime.buffers import HostMemory, checked_address
-from toprovar.runtime.cuda_memory import CudaMemory, load_cuda
+from toprovar.runtime.cuda_memory import CudaMemory, DeviceBuffer, load_cuda
 from toprovar.runtime.errors import EnvironmentFault
 from toprovar.runtime.manifest import TensorFacts
 
@@ -90,7 +92,7 @@ def test_addresses_are_aligned_and_no_two_buffers_overlap(memory):
     buffers = [memory.empty(shape, "F32") for shape in ((1,), (0, 4), (65,), (64,), (1,), ())]
     spans = sorted((b.address, b.address + max(b.size_bytes, 1)) for b in buffers)
     assert all(start % 256 == 0 for start, _ in spans)
-    assert all(end <= following for (_, end), (following, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= following for (_, end), (following, _) in pairwise(spans))
 
 
 def test_a_full_gpu_says_how_much_is_missing():
@@ -103,7 +105,7 @@ def test_a_full_gpu_says_how_much_is_missing():
 def test_a_copy_beyond_a_block_is_an_error(memory):
     buffer = memory.empty((4,), "F32")
     with pytest.raises(EnvironmentFault, match="cudaErrorInvalidValue"):
-        memory.read(type(buffer)(buffer.address, (65,), "F32"))
+        memory.read(DeviceBuffer(buffer.address, (65,), "F32"))
 
 
 @pytest.mark.parametrize("memory", [HostMemory(), CudaMemory(FakeCuda())], ids=["host", "cuda"])

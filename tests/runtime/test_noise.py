@@ -1,10 +1,12 @@
 """Noise: known answers of Philox, independence of coordinates, range."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.noise import MAX_SEED, check_seed, philox_4x32, uniform_noise
+from toprovar.runtime.noise import MAX_SEED, NoiseAhead, check_seed, philox_4x32, uniform_noise
 
 
 def test_philox_gives_the_published_answers():
@@ -49,3 +51,16 @@ def test_seeds_up_to_two_to_the_63_are_fine(seed):
 def test_other_seeds_are_refused(seed):
     with pytest.raises(ToprovarError, match="out of range"):
         check_seed(seed)
+
+
+def test_noise_made_ahead_is_the_same_and_nothing_is_left_running():
+    schedule = ((1, 1), (4, 3), (2, 8))
+    with NoiseAhead([5, None, 9], schedule, 6) as ahead:
+        for image, seed in ((0, 5), (1, 7), (2, 9)):
+            for scale, (height, width) in enumerate(schedule):
+                assert np.array_equal(ahead.of(image, seed, scale), uniform_noise(seed, scale, height * width, 6))
+                assert np.array_equal(ahead.of(image, seed, scale), uniform_noise(seed, scale, height * width, 6))
+    before = threading.active_count()
+    with pytest.raises(RuntimeError), NoiseAhead([1], ((64, 64),) * 50, 32):
+        raise RuntimeError
+    assert threading.active_count() == before

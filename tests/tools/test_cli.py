@@ -15,7 +15,7 @@ from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.version import VERSION
 from toprovar.tools import cli, console
 
-COMMANDS = ("demo", "calibrate", "export", "run", "bench", "evaluate", "inspect", "env", "plugins")
+COMMANDS = ("demo", "calibrate", "export", "run", "bench", "profile", "evaluate", "inspect", "env", "plugins")
 OPTIONAL = ("torch", "onnx", "onnx_ir", "skimage", "matplotlib", "jinja2", "scipy")
 INTERRUPTED = 130
 
@@ -288,9 +288,9 @@ def interrupt(*arguments, **options):
         ("export", "toprovar.exporter.bundle_writer.BundleGraphs.step"),
         ("export", "toprovar.exporter.bundle_writer.sha256_of"),
         ("export", "toprovar.exporter.output_folder._take_place"),
-        ("run", "toprovar.runtime.pipeline.uniform_noise"),
+        ("run", "toprovar.runtime.noise.uniform_noise"),
         ("run", "os.replace"),
-        ("bench", "toprovar.runtime.pipeline.uniform_noise"),
+        ("bench", "toprovar.runtime.noise.uniform_noise"),
         ("demo", "toprovar.tools.demo.load_model"),
     ],
 )
@@ -338,7 +338,7 @@ def signalled(where, number, *arguments):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_run_ends_it_in_one_line(tiny_bundle, tmp_path, number):
-    where = ("toprovar.runtime.pipeline", "uniform_noise")
+    where = ("toprovar.runtime.noise", "uniform_noise")
     result = signalled(where, number, "run", tiny_bundle, "-p", "red", "-o", tmp_path / "x.png")
     assert result.returncode == INTERRUPTED
     assert result.stderr == f"{console.INTERRUPTED}\n"

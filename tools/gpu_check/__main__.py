@@ -63,7 +63,9 @@ def main(words: list[str] | None = None) -> int:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(results, indent=1))
     failed = [name for name, facts in results["stages"].items() if facts["status"] != "done"]
-    say(f"wrote {arguments.out}; {len(failed)} of {len(arguments.names)} stages not done: {', '.join(failed) or 'none'}")
+    say(
+        f"wrote {arguments.out}; {len(failed)} of {len(arguments.names)} stages not done: {', '.join(failed) or 'none'}"
+    )
     return 1 if failed else 0
 
 

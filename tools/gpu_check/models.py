@@ -1,4 +1,4 @@
-"""Models and plans to measure with: random weights of any size, made on the device, and a plan as ToProVAR makes them."""
+"""Models and plans to measure with: random weights of any size, made on the device; a plan as ToProVAR makes them."""
 
 from __future__ import annotations
 

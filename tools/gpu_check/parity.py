@@ -114,9 +114,7 @@ def compare_logits(model: Model, pipeline: Pipeline, rows: np.ndarray, seed: int
     exact, reference = logits_of(lambda observe: torch_run(model, prompt, seed, observe=observe))
     forced = [bits[0].cpu().numpy() for bits in exact.bits]
     with torch.autocast(model.transformer.pos_start.device.type, torch.bfloat16):
-        _, rounded = logits_of(
-            lambda observe: torch_run(model, prompt, seed, forced_bits=exact.bits, observe=observe)
-        )
+        _, rounded = logits_of(lambda observe: torch_run(model, prompt, seed, forced_bits=exact.bits, observe=observe))
     seen: dict[int, np.ndarray] = {}
 
     def watch(name: str, scale: int, array: np.ndarray) -> None:

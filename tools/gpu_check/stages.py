@@ -1,4 +1,4 @@
-"""The stages: each returns facts as data, is run in a process of its own, and needs nothing of the others but bundles."""
+"""The stages: each returns facts as data, runs in a process of its own, and needs nothing of others but bundles."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from toprovar.runtime.errors import ToprovarError
+from toprovar.tools.backends import BackendChoice, DeviceName, OperatorChoice
 from toprovar.tools.gpu_check.models import TEXT_TOKENS, make_bundle, pruning_plan, random_model
 
 
@@ -21,7 +22,7 @@ class Context:
     """work: folder of the bundles; size: of models.CONFIGS; runs: warm runs per time."""
 
     work: Path
-    device: str
+    device: DeviceName
     size: str
     runs: int
     seeds: int
@@ -96,7 +97,7 @@ def _printed(command: list[str]) -> str | None:
         return f"{type(error).__name__}: {error}"
 
 
-def demo_parity(context: Context, operators: str) -> dict[str, Any]:
+def demo_parity(context: Context, operators: OperatorChoice) -> dict[str, Any]:
     """The packaged model in fp32: bits of PyTorch and of the bundle, dense and planned; and a picture."""
     model = _demo(context)
     folder = context.work / "demo-fp32"
@@ -118,7 +119,7 @@ def demo_parity(context: Context, operators: str) -> dict[str, Any]:
     return facts
 
 
-def demo_logits(context: Context, operators: str) -> dict[str, Any]:
+def demo_logits(context: Context, operators: OperatorChoice) -> dict[str, Any]:
     """The packaged model in half width: logits against PyTorch in fp32, bits forced."""
     model = _demo(context)
     return _logits(context, model, f"demo-{context.compute}-watched", operators, _demo_text(model, 0))
@@ -139,7 +140,7 @@ def large_export(context: Context) -> dict[str, Any]:
     return facts
 
 
-def large_logits(context: Context, operators: str) -> dict[str, Any]:
+def large_logits(context: Context, operators: OperatorChoice) -> dict[str, Any]:
     """The large model: logits against PyTorch in fp32, bits forced."""
     from toprovar.tools.gpu_check.parity import random_text
 
@@ -171,7 +172,7 @@ def large_torch(context: Context) -> dict[str, Any]:
     return facts
 
 
-def large_times(context: Context, operators: str, cuda_graph: bool) -> dict[str, Any]:
+def large_times(context: Context, operators: OperatorChoice, cuda_graph: bool) -> dict[str, Any]:
     """The bundle of the large model, dense and planned."""
     from toprovar.tools.gpu_check.timing import time_pipeline
 
@@ -195,9 +196,8 @@ def large_times(context: Context, operators: str, cuda_graph: bool) -> dict[str,
     return facts
 
 
-def profile_large(context: Context, operators: str) -> dict[str, Any]:
+def profile_large(context: Context, operators: OperatorChoice) -> dict[str, Any]:
     """Time per operator kind and layer of one dense and one planned picture of the large model."""
-    from toprovar.tools.backends import BackendChoice
     from toprovar.tools.profiling import ProfileRequest, run_profile
 
     facts = {}
@@ -209,12 +209,13 @@ def profile_large(context: Context, operators: str) -> dict[str, Any]:
             variant=variant,
             text_rows=_rows_for(folder),
             runs=context.runs,
-            choice=BackendChoice(device=context.device, operators=operators),  # type: ignore[arg-type]
+            choice=BackendChoice(device=context.device, operators=operators),
         )
         found = run_profile(request, quiet=True)
         facts[variant] = {name: found[name] for name in ("first_call_ms", "parts", "scales", "traces")}
         for row in found["scales"]:
-            say(f"  {variant} scale {row['scale']}: {row['median_ms']:.2f} ms, {row.get('achieved_tflops', 0):.1f} TFLOP/s")
+            speed = row.get("achieved_tflops", 0.0)
+            say(f"  {variant} scale {row['scale']}: {row['median_ms']:.2f} ms, {speed:.1f} TFLOP/s")
     return facts
 
 
@@ -244,7 +245,7 @@ def _demo_text(model: Any, seed: int) -> np.ndarray:
     return text_rows(model, prompts[seed % len(prompts)]).numpy()
 
 
-def _logits(context: Context, model: Any, name: str, operators: str, rows: np.ndarray) -> dict[str, Any]:
+def _logits(context: Context, model: Any, name: str, operators: OperatorChoice, rows: np.ndarray) -> dict[str, Any]:
     from toprovar.tools.gpu_check.parity import compare_logits
 
     facts: dict[str, Any] = {"export_s": make_bundle(model, context.work / name, context.compute, ("logits",))}
@@ -271,15 +272,12 @@ def _exact_torch() -> None:
     torch.backends.cuda.enable_math_sdp(True)
 
 
-def _pipeline(context: Context, folder: Path, operators: str, cuda_graph: bool) -> Any:
-    from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
+def _pipeline(context: Context, folder: Path, operators: OperatorChoice, cuda_graph: bool) -> Any:
     from toprovar.runtime.bundle import open_bundle
     from toprovar.runtime.pipeline import Pipeline
 
     bundle = open_bundle(folder, verify=False)
-    backend = OnnxRuntimeBackend(
-        bundle, device=context.device, operators=operators, cuda_graph=cuda_graph  # type: ignore[arg-type]
-    )
+    backend = BackendChoice(device=context.device, operators=operators, cuda_graph=cuda_graph).open(bundle)
     say(f"  backend {backend.version}")
     return Pipeline(bundle, backend)
 

@@ -21,7 +21,9 @@ def summary(samples_ms: list[float]) -> dict[str, Any]:
     }
 
 
-def time_pipeline(pipeline: Any, rows: np.ndarray, variant: str, runs: int, say: Callable[[str], None]) -> dict[str, Any]:
+def time_pipeline(
+    pipeline: Any, rows: np.ndarray, variant: str, runs: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     """First call apart; then `runs` warm ones."""
     begin = time.perf_counter()
     pipeline.generate(None, 0, variant, text_rows=rows)

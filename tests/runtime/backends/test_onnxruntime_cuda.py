@@ -161,7 +161,7 @@ def test_a_session_that_took_the_cpu_is_an_error(tiny_bundle, cuda):
         return opened
 
     ort.InferenceSession = session
-    with pytest.raises(EnvironmentFault, match="took the CPU for .*; CUDA was asked for"):
+    with pytest.raises(EnvironmentFault, match=r"took the CPU for .*; CUDA was asked for"):
         on_gpu(tiny_bundle).generate("red", 0)
 
 

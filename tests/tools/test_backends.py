@@ -1,0 +1,68 @@
+"""The backend that options ask for: through the commands, and what contradicts itself."""
+
+import json
+
+import numpy as np
+import pytest
+from command_line import done, refusal
+from PIL import Image
+
+from toprovar.plugins.errors import EXIT_ENVIRONMENT
+from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
+from toprovar.runtime.bundle import open_bundle
+from toprovar.tools.backends import BackendChoice
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "profile"])
+def test_a_gpu_that_onnxruntime_cannot_use_is_an_environment_fault(tiny_bundle, tmp_path, command, monkeypatch):
+    import onnxruntime
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    where = {"run": ("-p", "red", "-o", tmp_path / "x.png"), "profile": ("-o", tmp_path)}.get(command, ())
+    text = refusal(command, tiny_bundle, *where, "--device", "cuda", code=EXIT_ENVIRONMENT)
+    assert "has no CUDA provider" in text
+    assert "pip install 'toprovar[gpu]'" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--backend", "tensorrt"), "has no engines for TensorRT hint: build them: toprovar rebuild"),
+        (("--backend", "tensorrt-rtx"), "has no engines for TensorRT-RTX"),
+        (("--backend", "tensorrt", "--device", "cpu"), "runs on a GPU only; --device is cpu"),
+        (("--backend", "tensorrt", "--operators", "body"), "runs what its engines were built from"),
+        (("--backend", "tensort"), "invalid value 'tensort'"),
+        (("--device", "gpu"), "invalid value 'gpu'"),
+        (("--operators", "plugin"), "invalid value 'plugin'"),
+    ],
+)
+def test_options_that_fit_no_bundle_or_each_other_are_refused(tiny_bundle, options, message):
+    assert message.lower() in refusal("bench", tiny_bundle, *options, hint=False).lower()
+
+
+def test_a_missing_operator_library_is_named_where_it_is_asked_for(tiny_bundle, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TOPROVAR_PLUGINS", raising=False)
+    text = refusal("bench", tiny_bundle, "--operators", "library", code=EXIT_ENVIRONMENT)
+    assert "the operator library is missing" in text
+    assert "toprovar plugins build" in text
+
+
+def test_command_and_api_draw_the_same_and_the_record_says_with_what(tiny_bundle, tmp_path):
+    out = tmp_path / "x.png"
+    record = json.loads(
+        done("run", tiny_bundle, "-p", "red apple", "--seed", 7, "-o", out, "--device", "cpu", "--json").stdout
+    )
+    assert (record["device"], record["operators"]) == ("cpu", "body")
+    from toprovar.runtime.pipeline import Pipeline
+
+    bundle = open_bundle(tiny_bundle)
+    backend = BackendChoice(device="cpu", operators="body", threads=1).open(bundle)
+    assert isinstance(backend, OnnxRuntimeBackend)
+    drawn = Pipeline(bundle, backend).generate("red apple", 7, "planned").image
+    assert np.array_equal(np.asarray(Image.open(out)), drawn)
+
+
+def test_the_bench_names_device_and_operators(tiny_bundle):
+    conditions = json.loads(done("bench", tiny_bundle, "--runs", 1, "--json").stdout)["conditions"]
+    assert (conditions["device"], conditions["operators"]) == ("cpu", "body")
