@@ -150,7 +150,7 @@ def test_types_that_differ_are_refused(full_library, environment, tmp_path):
     command = [sys.executable, "-c", CHILD, str(full_library.path), str(path), "build"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode != 0
-    assert "BiasGelu" in done.stderr
+    assert "Failed to find any supported plugin" in done.stdout
 
 
 def test_a_missing_attribute_is_told(full_library, environment, tmp_path):
