@@ -21,6 +21,16 @@ DeviceName = Literal["cpu", "cuda"]
 OperatorChoice = Literal["auto", "library", "body"]
 
 
+def check_device(device: str) -> None:
+    """Whether ONNX Runtime can run on a device, before long work. Raises: EnvironmentFault if it cannot."""
+    if device == "cuda":
+        import onnxruntime
+
+        from toprovar.runtime.backends.onnxruntime_cuda import check_cuda
+
+        check_cuda(onnxruntime)
+
+
 @dataclass(frozen=True)
 class BackendChoice:
     """Options as the commands have them. device: None is the backend's own; threads: on the CPU."""

@@ -513,7 +513,7 @@ def evaluate(
     backend: Annotated[
         PictureBackend, typer.Option("--backend", help="What draws: the exported graphs, or the reference loop.")
     ] = PictureBackend.onnxruntime,
-    device: Annotated[Device, typer.Option("--device", help="cuda needs --backend pytorch.")] = Device.cpu,
+    device: Annotated[Device, typer.Option("--device", help="What draws: cpu or cuda.")] = Device.cpu,
     threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")] = 0,
     cfg: Cfg = None,
     tau: Tau = None,
@@ -571,6 +571,7 @@ def compare(
         typer.Option("--split", help="Prompts with known content: development is for tuning, test (default) reports."),
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")] = None,
+    device: Annotated[Device, typer.Option("--device", help="What draws: cpu or cuda.")] = Device.cpu,
     threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 takes all.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the first prompt; prompt i takes seed + i.")] = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the results.")] = Path("out/compare"),
@@ -589,7 +590,7 @@ def compare(
         request = ComparisonRequest(
             model=model, out=out, command=_command_line(), plans=plan or (), methods=method or (),
             calibration=calibration, prompts=prompts, split=split.value if split else None, limit=limit,
-            threads=threads, seed=seed, resume=resume,
+            threads=threads, device=device.value, seed=seed, resume=resume,
         )  # fmt: skip
         facts = run_dry(request, quiet=json) if dry_run else run_comparison(request)
         if json:

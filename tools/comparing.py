@@ -22,6 +22,7 @@ from toprovar.runtime.json_files import check_folder, write_bytes
 from toprovar.runtime.noise import MAX_SEED, check_seed
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
+from toprovar.tools.backends import check_device
 from toprovar.tools.evaluation.kept_pictures import is_picture_of, picture_path
 from toprovar.tools.evaluation.prompts import Prompt, prompts_digest, prompts_of
 
@@ -58,6 +59,7 @@ class ComparisonRequest:
     split: str | None = None
     limit: int | None = None
     threads: int = 0
+    device: str = "cpu"
     seed: int = 0
     resume: bool = False
 
@@ -150,6 +152,7 @@ class _Comparison:
             RECORD_VERSION, VERSION, model.weights_sha256, [list(size) for size in model.schedule],
             guidance.model_dump(mode="json"), self.threads, truth.judge_sha256 if truth else "",
         ]  # fmt: skip
+        key += [request.device] if request.device != "cpu" else []
         self.identities = {
             (one.index, name): hashlib.sha256(
                 json.dumps([key, _plan_facts(plan) if plan else None, one.text, request.seed + one.index]).encode()
@@ -179,7 +182,9 @@ class _Comparison:
         if not missing:
             return
         plans = {name: plan for name, plan in self.plans.items() if plan is not None}
-        maker = BundleMaker(self.model, self.request.out / "bundles", self.guidance, plans, self.request.threads)
+        maker = BundleMaker(
+            self.model, self.request.out / "bundles", self.guidance, plans, self.request.threads, self.request.device
+        )
         names = list(self.plans)
         total = len(self.asked) * len(names)
         done = total - sum(len(wanted) for _, wanted in missing)
@@ -249,7 +254,7 @@ class _Comparison:
             "tool_version": VERSION,
             "command": self.request.command,
             "date": datetime.date.today().isoformat(),
-            "machine": machine_facts(self.threads),
+            "machine": machine_facts(self.threads, self.request.device),
             "model": {
                 "name": self.model.name,
                 "weights_sha256": self.model.weights_sha256,
@@ -362,6 +367,7 @@ def run_comparison(request: ComparisonRequest) -> dict[str, Any]:
     started = time.perf_counter()
     contestants = lineup(request.plans, request.methods)
     asked = _asked(request)
+    check_device(request.device)
     _check_seeds(request.seed, len(asked))
     check_folder(request.out / "pictures")
     journal = DrawnJournal(request.out / JOURNAL_FILE, request.resume)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -24,6 +25,7 @@ from toprovar.runtime.json_files import check_folder, write_bytes, write_json
 from toprovar.runtime.noise import MAX_SEED, check_seed
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
+from toprovar.tools.backends import check_device
 from toprovar.tools.evaluation.kept_pictures import is_picture_of, picture_path
 from toprovar.tools.evaluation.prompts import SPLITS, Prompt, prompts_digest, prompts_of
 from toprovar.tools.options import guidance_with, in_range, numbers
@@ -70,10 +72,8 @@ def _check(request: EvaluationRequest, prompts: int) -> None:
             f"seeds {request.seed} to {request.seed + prompts - 1} are needed; the largest is {MAX_SEED}",
             f"give a seed up to {MAX_SEED - prompts + 1}",
         )
-    if request.device != "cpu" and request.backend != "pytorch":
-        raise ToprovarError(
-            f"--device {request.device}: ONNX Runtime runs on the CPU here", "pass --backend pytorch, or --device cpu"
-        )
+    if request.backend == "onnxruntime":
+        check_device(request.device)
     if request.calibration is not None and not request.calibration.is_dir():
         raise ToprovarError(
             f"--calibration {request.calibration} is no folder", "make it:  toprovar calibrate demo -o FOLDER"
@@ -151,7 +151,9 @@ class _Evaluation:
         plans = {name: plan for name, plan in self.plans.items() if plan is not None}
         if self.request.backend == "pytorch":
             return TorchMaker(self.model, self.guidance, plans, self.request.device)
-        return BundleMaker(self.model, self.request.out / "bundles", self.guidance, plans, self.request.threads)
+        return BundleMaker(
+            self.model, self.request.out / "bundles", self.guidance, plans, self.request.threads, self.request.device
+        )
 
     def run(self) -> None:
         """Every picture is judged and written down before the next one is drawn; dense and plans in turn."""
@@ -270,10 +272,8 @@ class _Evaluation:
 
 
 def _backend_facts(request: EvaluationRequest) -> str:
-    from importlib import metadata
-
-    package = {"onnxruntime": "onnxruntime", "pytorch": "torch"}[request.backend]
-    return f"{request.backend} {metadata.version(package)} on {request.device}, fp32"
+    module = importlib.import_module({"onnxruntime": "onnxruntime", "pytorch": "torch"}[request.backend])
+    return f"{request.backend} {module.__version__.partition('+')[0]} on {request.device}, fp32"
 
 
 def dry_run(request: EvaluationRequest, quiet: bool = False) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -71,8 +71,8 @@ class Provider(Protocol):
     def open(self, path: Path, options: Any, is_step: bool) -> Any:
         """A session. Raises: the library's own errors."""
 
-    def run(self, session: Any, binding: Any, addresses: tuple[int, ...], is_fixed: bool) -> None:
-        """addresses: of all that is bound; is_fixed: no axis is open."""
+    def run(self, session: Any, addresses: tuple[int, ...], is_fixed: bool, bind: Callable[[], Any]) -> None:
+        """addresses: of all that is bound; is_fixed: no axis is open; bind: makes a binding to them."""
 
 
 class CpuProvider:
@@ -97,8 +97,8 @@ class CpuProvider:
     def open(self, path: Path, options: Any, is_step: bool) -> Any:
         return self._ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
-    def run(self, session: Any, binding: Any, addresses: tuple[int, ...], is_fixed: bool) -> None:
-        session.run_with_iobinding(binding)
+    def run(self, session: Any, addresses: tuple[int, ...], is_fixed: bool, bind: Callable[[], Any]) -> None:
+        session.run_with_iobinding(bind())
 
 
 class OnnxRuntimeBackend:
@@ -241,19 +241,24 @@ class OnnxRuntimeBackend:
         larger ones are used where they lie.
         """
         session = self._session(graph)
-        binding = session.io_binding()
-        device, addresses = self._provider.device, []
-        for name, facts in graph.inputs.items():
-            address, shape = checked_address(self.memory, inputs[name], name, facts), inputs[name].shape
-            binding.bind_input(name, device, 0, ONNX_TYPES[facts.dtype], shape, address)
-            addresses.append(address)
-        for name, facts in graph.outputs.items():
-            address = checked_address(self.memory, outputs[name], name, facts)
-            binding.bind_output(name, device, 0, ONNX_TYPES[facts.dtype], facts.shape, address)
-            addresses.append(address)
+        sides = ((graph.inputs, inputs), (graph.outputs, outputs))
+        addresses = tuple(
+            checked_address(self.memory, given[name], name, facts)
+            for told, given in sides
+            for name, facts in told.items()
+        )
+
+        def bind() -> Any:
+            binding, device, place = session.io_binding(), self._provider.device, iter(addresses)
+            for name, facts in graph.inputs.items():
+                binding.bind_input(name, device, 0, ONNX_TYPES[facts.dtype], inputs[name].shape, next(place))
+            for name, facts in graph.outputs.items():
+                binding.bind_output(name, device, 0, ONNX_TYPES[facts.dtype], facts.shape, next(place))
+            return binding
+
         is_fixed = not any(facts.is_open for facts in graph.inputs.values())
         try:
-            self._provider.run(session, binding, tuple(addresses), is_fixed)
+            self._provider.run(session, addresses, is_fixed, bind)
         except Exception as error:  # the library's own classes are not exported
             hint = "export the bundle again"
             if self.device == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from toprovar.runtime.weights import WeightsFile
 log = logging.getLogger("toprovar")
 
 CUDA = "CUDAExecutionProvider"
-MAX_GRAPHS = 4  # captured per session: one for each set of addresses; what comes after runs without
+MAX_GRAPHS = 4  # captured per session: one for each set of addresses
 NOT_CAPTURED = -1
 CANNOT_CAPTURE = "cannot use the graph capture feature"  # ONNX Runtime's words where a node has no CUDA kernel
 
@@ -67,7 +68,8 @@ class CudaProvider:
         self.memory = CudaMemory(api)
         self.description = f"CUDA, compute capability {compute_capability(api)}"
         self._shares_arena = self._register_arena()
-        self._graphs: dict[int, dict[tuple[int, ...], int]] = {}  # ids by session, then by addresses
+        # by session, then by addresses: bindings, which take 5 µs a tensor to make, and numbers of captured graphs
+        self._met: dict[int, dict[tuple[int, ...], tuple[Any, int]]] = {}
         self._capturing: set[int] = set()
 
     def _register_arena(self) -> bool:
@@ -136,19 +138,22 @@ class CudaProvider:
             path, options, providers=[(CUDA, settings), "CPUExecutionProvider"], enable_fallback=0
         )
 
-    def run(self, session: Any, binding: Any, addresses: tuple[int, ...], is_fixed: bool) -> None:
+    def run(self, session: Any, addresses: tuple[int, ...], is_fixed: bool, bind: Callable[[], Any]) -> None:
+        known = self._met.setdefault(id(session), {}) if is_fixed else {}
+        if addresses not in known:
+            binding = bind()
+            if len(known) >= MAX_GRAPHS:
+                self._run(session, binding, NOT_CAPTURED)
+                return
+            known[addresses] = binding, len(known) + 1 if is_fixed else NOT_CAPTURED
+            if len(known) == MAX_GRAPHS:
+                log.debug("a graph met %d sets of buffers: further ones are bound anew and not captured", MAX_GRAPHS)
+        self._run(session, *known[addresses])
+
+    def _run(self, session: Any, binding: Any, number: int) -> None:
+        """number: of the captured graph. One replays its own addresses, whatever is bound: others need another."""
         options = None
         if id(session) in self._capturing:
             options = self._ort.RunOptions()
-            number = self._graph_of(session, addresses) if is_fixed else NOT_CAPTURED
             options.add_run_config_entry("gpu_graph_id", str(number))
         session.run_with_iobinding(binding, options)
-
-    def _graph_of(self, session: Any, addresses: tuple[int, ...]) -> int:
-        """A captured graph replays its addresses, whatever is bound: others need another one."""
-        known = self._graphs.setdefault(id(session), {})
-        if addresses not in known:
-            known[addresses] = len(known) + 1 if len(known) < MAX_GRAPHS else NOT_CAPTURED
-            if len(known) == MAX_GRAPHS + 1:
-                log.warning("a step met more than %d sets of buffers: some runs are not captured", MAX_GRAPHS)
-        return known[addresses]

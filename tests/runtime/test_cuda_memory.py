@@ -8,7 +8,7 @@ from fake_cuda import FakeCuda, Status
 
 from toprovar.runtime import cuda_memory
 from toprovar.runtime.buffers import HostMemory, checked_address
-from toprovar.runtime.cuda_memory import CudaMemory, load_cuda
+from toprovar.runtime.cuda_memory import CudaMemory, DeviceBuffer, load_cuda
 from toprovar.runtime.errors import EnvironmentFault
 from toprovar.runtime.manifest import TensorFacts
 
@@ -105,7 +105,7 @@ def test_a_full_gpu_says_how_much_is_missing():
 def test_a_copy_beyond_a_block_is_an_error(memory):
     buffer = memory.empty((4,), "F32")
     with pytest.raises(EnvironmentFault, match="cudaErrorInvalidValue"):
-        memory.read(type(buffer)(buffer.address, (65,), "F32"))
+        memory.read(DeviceBuffer(buffer.address, (65,), "F32"))
 
 
 @pytest.mark.parametrize("memory", [HostMemory(), CudaMemory(FakeCuda())], ids=["host", "cuda"])

@@ -15,11 +15,7 @@ from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.version import VERSION
 from toprovar.tools import cli, console
 
-<<<<<<< HEAD
-COMMANDS = ("demo", "calibrate", "export", "run", "bench", "evaluate", "inspect", "env", "plugins")
-=======
-COMMANDS = ("demo", "calibrate", "export", "run", "bench", "profile", "evaluate", "inspect", "env")
->>>>>>> run
+COMMANDS = ("demo", "calibrate", "export", "run", "bench", "profile", "evaluate", "inspect", "env", "plugins")
 OPTIONAL = ("torch", "onnx", "onnx_ir", "skimage", "matplotlib", "jinja2", "scipy")
 INTERRUPTED = 130
 

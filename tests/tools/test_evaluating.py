@@ -169,6 +169,15 @@ def test_dry_run_says_what_would_be_drawn_and_writes_nothing(folder, plan, tmp_p
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize("command", ["evaluate", "compare"])
+def test_a_gpu_that_onnxruntime_lacks_is_named_before_anything_is_drawn(folder, tmp_path, monkeypatch, command):
+    import onnxruntime
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    assert "has no CUDA provider" in refusal(command, folder, "--device", "cuda", "-o", tmp_path / "o", code=3)
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -176,7 +185,6 @@ def test_dry_run_says_what_would_be_drawn_and_writes_nothing(folder, plan, tmp_p
         (("--plan", "full@0.5"), "the target speed-up is 0.5; expected 1 or more"),
         (("--plan", "full", "--plan", "full"), "there is already a variant named full"),
         (("--prompts", 529), "--prompts asks for 529; the split test has 528"),
-        (("--device", "cuda"), "ONNX Runtime runs on the CPU here"),
         (("--seed", 2**63), "seeds 9223372036854775808 to"),
         (("--calibration", ".", "--cfg", "2"), "--cfg and --tau change it"),
         (("--cfg", "two"), "'two' is not a number"),

@@ -1,4 +1,4 @@
-"""Profiles: scales, operators and layers of a small bundle; floors by hand; traces of a GPU as ONNX Runtime writes them."""
+"""Profiles: scales, operators and layers of a small bundle; floors by hand; traces of a GPU."""
 
 import json
 import math

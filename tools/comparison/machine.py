@@ -24,18 +24,27 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def machine_facts(threads: int) -> dict[str, Any]:
-    """threads: that the graphs run with. load_average: of the last minute, where the system tells."""
+def _version(package: str) -> str:
+    """onnxruntime is also what onnxruntime-gpu installs."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return metadata.version(f"{package}-gpu")
+
+
+def machine_facts(threads: int, device: str) -> dict[str, Any]:
+    """threads, device: that the graphs run with. load_average: of the last minute, where the system tells."""
     return {
         "cpu": cpu_model(),
         "architecture": platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": threads,
+        "device": device,
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "system": platform.system(),
         "versions": {
             "toprovar": VERSION,
             "python": platform.python_version(),
-            **{name: metadata.version(name) for name in PACKAGES},
+            **{name: _version(name) for name in PACKAGES},
         },
     }

@@ -81,7 +81,7 @@ def conditions(document: Mapping[str, Any]) -> str:
         f"Model {document['model']['name']}, {counted(prompts['count'], 'prompt')} ({prompts['source']}), one picture "
         f"each, first seed {document['seed']}, batch 1; cfg {values['cfg']}, tau {values['tau']}; fp32 on "
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, ONNX Runtime "
-        f"{versions['onnxruntime']}, toprovar {versions['toprovar']}, {document['date']}. Every prompt is drawn dense "
+        f"{versions['onnxruntime']}{' on its GPU' if machine.get('device') == 'cuda' else ''}, toprovar {versions['toprovar']}, {document['date']}. Every prompt is drawn dense "
         f"and by every plan in turn, from the same noise, after one warm-up picture each. Clock: the scale steps with "
         f"sampling and decisions; text ({times['text']:.0f} ms) and decoder ({times['decode']:.0f} ms) are apart. "
         f"Brackets: 95 % intervals over prompts.{fitted} Weights {document['model']['weights_sha256'][:12]}{judge}, "

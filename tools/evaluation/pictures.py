@@ -56,7 +56,13 @@ class BundleMaker:
     """
 
     def __init__(
-        self, model: Model, folder: Path, guidance: Guidance, plans: Mapping[str, Plan], threads: int = 0
+        self,
+        model: Model,
+        folder: Path,
+        guidance: Guidance,
+        plans: Mapping[str, Plan],
+        threads: int = 0,
+        device: str = "cpu",
     ) -> None:
         from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
         from toprovar.runtime.bundle import open_bundle
@@ -70,7 +76,7 @@ class BundleMaker:
                 place = folder / file_name_of(name)
                 export_bundle(model, place, guidance, options, plan, model.schedule)
                 bundle = open_bundle(place, verify=False)
-                backend = OnnxRuntimeBackend(bundle, threads, shared)
+                backend = OnnxRuntimeBackend(bundle, threads, shared, device=device)
                 shared = shared or backend
                 pipeline = Pipeline(bundle, backend)
                 # a plan that prunes nothing has no variant of its own

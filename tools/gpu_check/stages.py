@@ -214,14 +214,8 @@ def profile_large(context: Context, operators: OperatorChoice) -> dict[str, Any]
         found = run_profile(request, quiet=True)
         facts[variant] = {name: found[name] for name in ("first_call_ms", "parts", "scales", "traces")}
         for row in found["scales"]:
-<<<<<<< HEAD
-            say(
-                f"  {variant} scale {row['scale']}: {row['median_ms']:.2f} ms, {row.get('achieved_tflops', 0):.1f} TFLOP/s"
-            )
-=======
             speed = row.get("achieved_tflops", 0.0)
             say(f"  {variant} scale {row['scale']}: {row['median_ms']:.2f} ms, {speed:.1f} TFLOP/s")
->>>>>>> run
     return facts
 
 
@@ -283,16 +277,7 @@ def _pipeline(context: Context, folder: Path, operators: OperatorChoice, cuda_gr
     from toprovar.runtime.pipeline import Pipeline
 
     bundle = open_bundle(folder, verify=False)
-<<<<<<< HEAD
-    backend = OnnxRuntimeBackend(
-        bundle,
-        device=context.device,
-        operators=operators,
-        cuda_graph=cuda_graph,  # type: ignore[arg-type]
-    )
-=======
     backend = BackendChoice(device=context.device, operators=operators, cuda_graph=cuda_graph).open(bundle)
->>>>>>> run
     say(f"  backend {backend.version}")
     return Pipeline(bundle, backend)
 
