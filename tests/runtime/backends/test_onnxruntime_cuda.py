@@ -187,7 +187,6 @@ def test_a_cuda_provider_that_cannot_be_loaded_is_named(tiny_bundle, monkeypatch
     monkeypatch.setattr(onnxruntime_cuda, "load_cuda", FakeCuda)
     ort = fake_onnxruntime()  # the real one of this machine makes no values on a GPU
     monkeypatch.setitem(sys.modules, "onnxruntime", ort)
-    ort.preload_dlls = lambda: print("libcublas.so.13 is missing")
     with pytest.raises(EnvironmentFault, match="cannot load its CUDA provider"):
         OnnxRuntimeBackend(open_bundle(tiny_bundle), device="cuda")
 
