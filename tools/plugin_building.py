@@ -133,7 +133,8 @@ def described(found: PluginLibrary) -> str:
 def _check(request: BuildRequest, cuda: bool, nvcc: str | None) -> None:
     if request.cuda and nvcc is None:
         raise EnvironmentFault(
-            "--cuda: nvcc is not on the path", "install it:  pip install 'cuda-toolkit[nvcc]==13.0.*', or set CUDACXX"
+            "--cuda: nvcc is not on the path",
+            "install it:  pip install 'cuda-toolkit[nvcc,cccl]==13.0.*', or set CUDACXX",
         )
     if request.tensorrt_include and request.tensorrt_from_pip:
         raise ToprovarError(
