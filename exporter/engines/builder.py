@@ -14,10 +14,12 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from toprovar.exporter.engines import versions
@@ -302,7 +304,14 @@ def _describe(target: EngineTarget) -> Built:
     return Built((), {}, {}, versions.import_module(target).__version__)
 
 
+def _one_line(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
+    """A fault of ours as one line, for the parent to pass on."""
+    where = traceback.extract_tb(place)[-1]
+    print(f"{kind.__name__}: {error} ({Path(where.filename).name}, line {where.lineno})", file=sys.stderr)
+
+
 def main() -> None:
+    sys.excepthook = _one_line
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     reports = _Reports(int(sys.argv[1]))

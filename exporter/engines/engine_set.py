@@ -218,18 +218,18 @@ class _TargetBuild:
 
     def _build(self, graph: Graph, key: str, on_fraction: Callable[[float], None]) -> Finished:
         file = self.store.name(graph.file)
-        plan = self.store.work_plan(file)
+        plan = self.store.work_plan(file).absolute()  # the child has another current folder
         cache = self.store.timing_cache() if versions.has_timing_cache(self.target) else None
         job = Job(
             target=self.target,
-            graph=str(self.folder / graph.file),
+            graph=str((self.folder / graph.file).absolute()),
             plan=str(plan),
             capabilities=self.capabilities if self.target == "tensorrt-rtx" else (),
             allow_tf32=allows_tf32(self.manifest, graph),
             open_inputs={name: facts.shape for name, facts in graph.inputs.items() if facts.is_open},
             plugin_library=str(self.plugins.path) if self.plugins else None,
             allow_function_body=self.request.allow_function_body,
-            timing_cache=str(cache) if cache else None,
+            timing_cache=str(cache.absolute()) if cache else None,
         )
         built = run_builder(job, self.environment, on_fraction)
         engine = Engine(

@@ -11,7 +11,7 @@ namespace toprovar
 
 //! A loop's function is compiled for several processors and chosen when the library is loaded.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define TOPROVAR_CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+#define TOPROVAR_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define TOPROVAR_CLONES
 #endif

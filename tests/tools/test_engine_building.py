@@ -41,6 +41,12 @@ def test_rebuild_gives_the_bytes_of_the_api(bundle, tiny_bundle, tmp_path):
     assert "next: toprovar inspect" in again.stderr
 
 
+def test_relative_paths_are_those_of_the_caller(bundle, monkeypatch):
+    monkeypatch.chdir(bundle.parent)
+    done("rebuild", bundle.name, *RTX, BODIES)
+    assert len(open_bundle(bundle).manifest.engines["tensorrt-rtx"].engines) == 11
+
+
 def test_export_builds_engines_in_bf16_unless_told_otherwise(model, tmp_path):
     for options, compute in (((), "bf16"), (("--dtype", "fp16"), "fp16")):
         result = done("export", model, *RTX, BODIES, *options, "-o", tmp_path / "b", "--json")

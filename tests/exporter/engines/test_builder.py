@@ -148,6 +148,14 @@ def test_steps_of_a_full_size_model_build_in_little_memory(tmp_path):
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1.5 * 2**20  # KiB: 1.5 GiB
 
 
+def test_a_fault_of_the_builder_program_is_one_line(tmp_path):
+    needs_rtx()
+    with pytest.raises(ToprovarError) as caught:
+        build(job_of(tmp_path, "absent.onnx", tmp_path))
+    assert "ended with exit code 1 at absent.onnx: FileNotFoundError: [Errno 2] No such file" in caught.value.message
+    assert "|" not in caught.value.message
+
+
 def save_graph(path, kind, **attributes):
     a, b = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "ab")
     node = helper.make_node(kind, ["a"], ["b"], name="the_node", **attributes)
