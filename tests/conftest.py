@@ -82,9 +82,14 @@ def tiny_bundle(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def plugin_library(pytestconfig, tmp_path_factory):
-    """The operator library of these sources for the processor; built once and kept in pytest's cache."""
+    """The operator library of these sources: the one that was built for this machine, else one for the processor alone,
+    built once and kept in pytest's cache."""
     from toprovar.plugins import library
     from toprovar.tools.plugin_building import BuildRequest, run_build
+
+    found = library.find_library()
+    if found is not None and not found.is_stale:
+        return found
 
     missing = [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]
     if missing:
