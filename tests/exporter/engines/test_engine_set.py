@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from command_line import listing
@@ -97,6 +98,31 @@ def test_an_interrupt_in_the_middle_keeps_what_is_finished(bundle):
         build_engines(bundle, request(), interrupt)
     assert open_bundle(bundle).manifest.engines == {}
     assert counts(build_engines(bundle, request())) == [(GRAPHS - 3, 3)]
+
+
+def test_plans_built_at_once_give_the_same_bundle(bundle, tiny_bundle, tmp_path):
+    other = shutil.copytree(tiny_bundle, tmp_path / "other")
+    told = []
+    assert counts(build_engines(bundle, request(jobs=4), lambda done, total: told.append(done))) == [(GRAPHS, 0)]
+    build_engines(other, request())
+    assert (bundle / "manifest.json").read_bytes() == (other / "manifest.json").read_bytes()
+    open_bundle(bundle)
+    assert told == sorted(told)
+    assert told[-1] == GRAPHS
+
+
+def test_a_crash_ends_those_that_are_built_beside_it(bundle, tmp_path, monkeypatch):
+    """Three children wait for ever when the fourth aborts."""
+    use_fake_builder(monkeypatch, "abort step_02.onnx hang")
+    monkeypatch.setenv("FAKE_BUILDER_PID", str(tmp_path / "pid"))
+    started = time.monotonic()
+    with pytest.raises(EnvironmentFault):
+        build_engines(bundle, request(jobs=GRAPHS))
+    assert time.monotonic() - started < 60
+    for path in tmp_path.glob("pid.*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.suffix[1:]), 0)
+    open_bundle(bundle)
 
 
 def test_a_damaged_journal_or_plan_is_built_again(bundle, monkeypatch):
