@@ -83,7 +83,7 @@ def _library_facts() -> dict[str, Any] | str | None:
     if library is None:
         return None
     return {
-        "path": str(library.path),
+        "source_digest": library.source_digest,
         "architectures": library.cuda_architectures,
         "hosts": library.hosts,
         "operators": library.operators,
