@@ -31,9 +31,9 @@ def refused(match, **needs):
 def test_the_library_says_what_it_is(plugin_library):
     assert plugin_library.source_digest == library.source_digest()  # CMake's sum over the sources and Python's
     assert not plugin_library.is_stale
-    assert plugin_library.hosts == ("ctypes", "onnxruntime")
-    assert not plugin_library.has_cuda
-    assert not plugin_library.has_tensorrt
+    assert plugin_library.hosts[:2] == ("ctypes", "onnxruntime")
+    assert plugin_library.has_cuda == bool(plugin_library.cuda_architectures)
+    assert plugin_library.has_tensorrt == (plugin_library.hosts[2:] == ("tensorrt",))
     assert set(plugin_library.operators) == set(functions())
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version
@@ -84,8 +84,13 @@ def test_a_stale_library_is_told(with_plugins, monkeypatch):
 
 def test_a_library_without_what_is_needed_is_told(plugin_library, monkeypatch):
     monkeypatch.setenv("TOPROVAR_PLUGINS", str(plugin_library.path))
+    bare = replace(plugin_library, cuda_architectures=(), hosts=("ctypes", "onnxruntime"))
+    monkeypatch.setattr(library, "read_library", lambda path: bare)
     refused("was built without CUDA", cuda=True)
     refused("was built without the TensorRT host", tensorrt=True)
+    full = replace(bare, cuda_architectures=("80",), hosts=(*bare.hosts, "tensorrt"))
+    monkeypatch.setattr(library, "read_library", lambda path: full)
+    assert library.require_library(cuda=True, tensorrt=True) == full
 
 
 def test_only_the_c_functions_and_the_hosts_are_visible(plugin_library):
@@ -93,5 +98,6 @@ def test_only_the_c_functions_and_the_hosts_are_visible(plugin_library):
         ["nm", "-D", "--defined-only", plugin_library.path], capture_output=True, text=True, check=True
     )
     visible = {line.split()[-1] for line in names.stdout.splitlines()}
-    assert visible
-    assert all(name == "RegisterCustomOps" or name.startswith("toprovar") for name in visible), visible
+    hosts = {"RegisterCustomOps", *(("getCreators", "setLoggerFinder") if plugin_library.has_tensorrt else ())}
+    assert hosts <= visible
+    assert all(name in hosts or name.startswith("toprovar") for name in visible), visible

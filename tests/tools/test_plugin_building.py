@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from command_line import call, done, refusal
@@ -37,14 +38,14 @@ def compiled(plugin_library, monkeypatch):
     monkeypatch.setattr(plugin_building, "_compile", copy)
 
 
-def test_a_build_goes_where_the_library_is_looked_for(compiled):
+def test_a_build_goes_where_the_library_is_looked_for(compiled, plugin_library):
     result = call("plugins", "check")
     assert result.exit_code == 3
     assert "the operator library is missing" in result.stderr
     assert "hint: build it:  toprovar plugins build" in result.stderr
     result = done("plugins", "build", "--no-cuda")
     assert result.stdout == ""
-    assert f"wrote {library.cache_path()} (10 operators, CPU only, hosts ctypes onnxruntime) in" in result.stderr
+    assert f"wrote {library.cache_path()} ({plugin_building.described(plugin_library)}) in" in result.stderr
     facts = json.loads(done("plugins", "check", "--json").stdout)
     assert set(facts) == FACTS
     assert facts["path"] == str(library.cache_path())
@@ -60,6 +61,14 @@ def test_a_build_elsewhere_says_how_to_use_it(compiled, tmp_path):
     facts = json.loads(done("plugins", "build", "--no-cuda", "--out", target, "--json").stdout)
     assert set(facts) == {*FACTS, "seconds"}
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == [target.name]
+
+
+def test_a_library_is_described_in_one_phrase(plugin_library):
+    bare = replace(plugin_library, cuda_architectures=(), hosts=("ctypes", "onnxruntime"))
+    assert plugin_building.described(bare) == "10 operators, CPU only, hosts ctypes onnxruntime"
+    full = replace(bare, cuda_architectures=("80", "90a"), hosts=(*bare.hosts, "tensorrt"), source_digest="0" * 64)
+    told = "10 operators, CUDA 80 90a, hosts ctypes onnxruntime tensorrt, built from other sources"
+    assert plugin_building.described(full) == told
 
 
 def test_env_says_that_there_is_no_library(monkeypatch):
