@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+CACHE  := $(VENV)/cache
 FLOORS := plugins runtime exporter calibrate tools
+NATIVE := $(shell find plugins -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt)
+WITH_CACHE = XDG_CACHE_HOME=$(abspath $(CACHE))
 
 .PHONY: install demo test lint bench train-demo clean
 
@@ -21,8 +24,13 @@ $(VENV)/.tensorrt-rtx: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tensorrt-rtx]'
 	touch $@
 
-test: $(VENV)/.tensorrt-rtx
-	$(BIN)/python -m pytest
+# The operator library, where tests find it: kernels for all GPUs and TensorRT's host if nvcc is there, else for the processor.
+$(CACHE)/.plugins: $(VENV)/.tensorrt-rtx $(NATIVE)
+	$(WITH_CACHE) $(BIN)/toprovar plugins build $(if $(shell command -v nvcc),--tensorrt-headers pip)
+	touch $@
+
+test: $(VENV)/.tensorrt-rtx $(CACHE)/.plugins
+	$(WITH_CACHE) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ PACKAGES = (
     "numpy",
     "onnxruntime",
     "onnxruntime-gpu",
+    "cuda-bindings",
     "torch",
     "triton",
     "onnx",
@@ -58,6 +59,19 @@ def _plugins() -> str:
     return "no: toprovar plugins build" if found is None else f"{found.path} ({described(found)})"
 
 
+def _on_gpu(packages: dict[str, str | None], gpu: str | None) -> str:
+    """Whether ONNX Runtime's CUDA provider can be there; what it loads is only seen when it is used."""
+    if gpu is None:
+        return "no: nvidia-smi shows no GPU"
+    try:
+        import onnxruntime
+    except ImportError:
+        return "no: pip install 'toprovar[gpu]'"
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        return "no: pip uninstall onnxruntime, then pip install 'toprovar[gpu]'"
+    return "yes" if packages["cuda-bindings"] else "no: pip install cuda-bindings"
+
+
 def environment() -> dict[str, Any]:
     """Versions, cores, GPU and which commands work here."""
     packages = {name: _installed(name) for name in PACKAGES}
@@ -74,6 +88,7 @@ def environment() -> dict[str, Any]:
         "plugins": _plugins(),
         "commands": {
             "run, bench": "yes" if can_run else "no: pip install toprovar",
+            "run, bench --device cuda": _on_gpu(packages, gpu),
             "calibrate, export, demo": "yes" if can_calibrate else "no: pip install 'toprovar[torch]'",
         },
     }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toprovar.runtime.errors import EnvironmentFault
-from toprovar.tools.kernel_bench import conditions, randoms, rivals, summary, time_matmul, timed
+from toprovar.tools.kernel_bench import conditions, randoms, reference, rivals, summary, time_matmul, timed
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +80,6 @@ def attention(
 def check_attention(case: tuple[int, ...], dtype: str, temperature: float) -> dict[str, Any]:
     import torch
 
-    from toprovar.plugins.attention.reference import attention as reference
-
     L, S, rows, heads, key_heads, D = case
     generator = torch.Generator("cuda").manual_seed(L * 7919 + S)
 
@@ -90,24 +88,24 @@ def check_attention(case: tuple[int, ...], dtype: str, temperature: float) -> di
 
     q = (made(L, rows, heads, D) * temperature).to(getattr(torch, dtype))
     past, new = made(2, S, rows, key_heads, D), made(2, L, rows, key_heads, D)
-    k, v = (torch.cat([past[i], new[i]]).double().cpu().numpy() for i in (0, 1))
-    o, entropy = reference(q.double().cpu().numpy(), k, v, D**-0.5)
+    joined = torch.cat([past, new], 1).permute(0, 2, 3, 1, 4)  # [2, R, G, S + L, D]
+    o, entropy = reference(q.permute(1, 2, 0, 3), joined[0], joined[1], D**-0.5, None)  # [R, H, L, D], [R, H, L]
+    o, entropy = o.permute(2, 0, 1, 3), entropy.permute(2, 0, 1)
     errors = {"entropy_nats": 0.0, dtype: 0.0}
     for with_entropy, per_head in ((True, False), (True, True), (False, False)):
         call = attention(q, past, new, D**-0.5, with_entropy, per_head)
         call.launch()
-        found = call.outputs[0].double().cpu().numpy()
-        errors[dtype] = _largest(errors[dtype], abs(found - o) / (1 + abs(o)))
+        errors[dtype] = _largest(errors[dtype], (call.outputs[0].double() - o).abs() / (1 + o.abs()))
         if with_entropy:
             expected = entropy if per_head else entropy.mean(-1)
-            errors["entropy_nats"] = _largest(errors["entropy_nats"], abs(call.outputs[1].cpu().numpy() - expected))
+            errors["entropy_nats"] = _largest(errors["entropy_nats"], (call.outputs[1].double() - expected).abs())
     ok = all(error <= TOLERANCE[name] for name, error in errors.items())  # NaN is not
     return {"case": case, "dtype": dtype, "temperature": temperature, "errors": errors, "ok": ok}
 
 
-def _largest(known: float, errors: Any) -> float:
-    """The larger of a number and an array's largest; NaN wins."""
-    largest = float(errors.max())
+def _largest(known: float, errors: torch.Tensor) -> float:
+    """The larger of a number and a tensor's largest; NaN wins."""
+    largest = errors.max().item()
     return largest if largest != largest else max(known, largest)
 
 

@@ -133,7 +133,8 @@ def described(found: PluginLibrary) -> str:
 def _check(request: BuildRequest, cuda: bool, nvcc: str | None) -> None:
     if request.cuda and nvcc is None:
         raise EnvironmentFault(
-            "--cuda: nvcc is not on the path", "install it:  pip install nvidia-cuda-nvcc, or set CUDACXX"
+            "--cuda: nvcc is not on the path",
+            "install it:  pip install 'cuda-toolkit[nvcc,cccl]==13.0.*', or set CUDACXX",
         )
     if request.tensorrt_include and request.tensorrt_from_pip:
         raise ToprovarError(
@@ -212,19 +213,36 @@ def _compile(
     if shutil.which("ninja"):
         options += ["-G", "Ninja"]
     jobs = request.jobs or len(os.sched_getaffinity(0))
+    variables = _library_path(nvcc) if cuda and nvcc else {}
     with console.progress("building") if not quiet else contextlib.nullcontext(lambda done, total: None) as advance:
-        _watch(["cmake", "-S", str(library.source_folder()), "-B", str(folder), *options], advance)
-        _watch(["cmake", "--build", str(folder), "--parallel", str(jobs)], advance)
+        _watch(["cmake", "-S", str(library.source_folder()), "-B", str(folder), *options], variables, advance)
+        _watch(["cmake", "--build", str(folder), "--parallel", str(jobs)], variables, advance)
 
 
-def _watch(command: list[str], advance: Any) -> None:
+def _library_path(nvcc: str) -> dict[str, str]:
+    """Where the linker finds the CUDA runtime of pip's nvcc, which itself looks in lib64 and has lib."""
+    folder = Path(nvcc).parent.parent / "lib"
+    if not (folder / "libcudart_static.a").is_file():
+        return {}
+    return {"LIBRARY_PATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("LIBRARY_PATH")]))}
+
+
+def _watch(command: list[str], variables: dict[str, str], advance: Any) -> None:
     """Runs a step of the build, ended with its children when this process is interrupted.
+
+    variables: added to the environment
 
     Raises: EnvironmentFault with the last lines if it fails.
     """
     lines: list[str] = []
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env={**os.environ, **variables},
     ) as process:
         try:
             for line in process.stdout or ():

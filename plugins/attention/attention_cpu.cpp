@@ -16,6 +16,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
+#include <new>
 #include <vector>
 
 namespace toprovar
@@ -25,10 +27,12 @@ namespace
 {
 
 constexpr int32_t kMAX_WIDTH = 128;  // of a head
-constexpr int32_t kKEYS = 64;        // per step: keys and values of width 128 take 64 KB, which stays in L2
+constexpr int32_t kKEYS = 128;       // per step: keys and values of width 128 take 128 KB, which stays in L2
 constexpr int32_t kPANEL = 3;        // vectors of queries beside each other; 4 keys of them fill 12 registers
-constexpr int32_t kPANELS = 4;       // per task
+constexpr int32_t kPANELS = 8;       // at most per task: what a copy of keys and values is shared by
 constexpr int32_t kGROUP = 4;        // keys, or columns of values, that are multiplied at once
+constexpr int32_t kCOLUMNS = (kKEYS + 4) * kGROUP; // floats between groups of columns: no power of two, which would
+                                                   // put all of them into the same few lines of the cache
 constexpr float kLOG2E = 1.44269504f;
 constexpr float kLN2 = 0.69314718f;
 constexpr float kHIDDEN = -1e4f;
@@ -53,7 +57,7 @@ TOPROVAR_INLINE void store(float* to, typename Vectors<Width>::Float const& from
     std::memcpy(to, &from, sizeof(from));
 }
 
-//! x <- 2^x for x <= 0, relative error below 3e-7; below -126 it stays 2^-126.
+//! x <- 2^x for x <= 0, relative error below 2e-7; below -126 it stays 2^-126.
 template <int32_t Width>
 TOPROVAR_INLINE void exp2InPlace(typename Vectors<Width>::Float& x)
 {
@@ -62,26 +66,52 @@ TOPROVAR_INLINE void exp2InPlace(typename Vectors<Width>::Float& x)
     Float const bounded = x < -126.0f ? -126.0f - Float{} : x; // NaN stays NaN
     Float const shifted = bounded + 12582912.0f;              // 1.5 * 2^23: the integer part is in the lowest bits
     Float const f = bounded - (shifted - 12582912.0f);        // in [-0.5, 0.5]
-    Float power = f * 1.52527338e-5f + 1.54035304e-4f;
-    power = power * f + 1.33335581e-3f;
-    power = power * f + 9.61812911e-3f;
-    power = power * f + 5.55041087e-2f;
-    power = power * f + 2.40226507e-1f;
-    power = power * f + 6.93147181e-1f;
+    Float power = f * 1.326472721e-3f + 9.671512812e-3f;      // best fit of degree 5, relative error 1e-7
+    power = power * f + 5.550733745e-2f;
+    power = power * f + 2.402224208e-1f;
+    power = power * f + 6.931469776e-1f;
     power = power * f + 1.0f;
     Int const scaled = reinterpret_cast<Int>(power) + (reinterpret_cast<Int>(shifted) << 23);
     x = reinterpret_cast<Float>(scaled);
 }
 
-//! What a thread works in; grows once.
+//! Floats from the start of a cache line on: vectors that lie across two lines take twice as long to load.
+class Floats
+{
+public:
+    float* data() { return mData.get(); }
+
+    //! What it held before is lost.
+    void resize(size_t count)
+    {
+        if (count > mCount)
+        {
+            mData.reset(static_cast<float*>(::operator new(count * sizeof(float), kLINE)));
+            mCount = count;
+        }
+    }
+
+private:
+    static constexpr std::align_val_t kLINE{64};
+
+    struct Free
+    {
+        void operator()(float* data) const { ::operator delete(data, kLINE); }
+    };
+
+    std::unique_ptr<float, Free> mData;
+    size_t mCount{0};
+};
+
+//! What a thread works in.
 struct Workspace
 {
-    std::vector<float> q;        // [panel][D][lanes]
-    std::vector<float> o;        // [panel][D][lanes]
-    std::vector<float> k;        // [kKEYS][D]
-    std::vector<float> v;        // [D / 4][kKEYS][4]
-    std::vector<float> p;        // [kKEYS][lanes]
-    std::vector<float> state;    // [panel][m, l, t][lanes]
+    Floats q;     // [panel][D][lanes]
+    Floats o;     // [panel][D][lanes]
+    Floats k;     // [kKEYS][D]
+    Floats v;     // [D / 4][kKEYS + 4][4]
+    Floats p;     // [kKEYS][lanes]
+    Floats state; // [panel][m, l, t][lanes]
 
     void resize(int32_t D, int32_t lanes)
     {
@@ -89,7 +119,7 @@ struct Workspace
         q.resize(queries * D);
         o.resize(queries * D);
         k.resize(static_cast<size_t>(kKEYS) * D);
-        v.resize(static_cast<size_t>(kKEYS) * D);
+        v.resize(static_cast<size_t>(kCOLUMNS) * (D / kGROUP));
         p.resize(static_cast<size_t>(kKEYS) * lanes);
         state.resize(queries * 3);
     }
@@ -214,7 +244,7 @@ TOPROVAR_INLINE void addValues(
                 sum[i][n] *= factor[n];
             }
         }
-        float const* const columns = v + static_cast<size_t>(d) * kKEYS;
+        float const* const columns = v + static_cast<size_t>(d / kGROUP) * kCOLUMNS;
         for (int32_t key = 0; key < keys; ++key)
         {
             Float weights[N];
@@ -296,7 +326,8 @@ TOPROVAR_INLINE void packKeys(Task const& task, int64_t first, int32_t keys, Wor
         }
         for (int32_t d = 0; d < D; d += kGROUP)
         {
-            std::memcpy(work.v.data() + static_cast<size_t>(d) * kKEYS + i * kGROUP, wide + d, kGROUP * sizeof(float));
+            float* const to = work.v.data() + static_cast<size_t>(d / kGROUP) * kCOLUMNS + i * kGROUP;
+            std::memcpy(to, wide + d, kGROUP * sizeof(float));
         }
         if (mask)
         {
@@ -304,7 +335,7 @@ TOPROVAR_INLINE void packKeys(Task const& task, int64_t first, int32_t keys, Wor
         }
     }
     int32_t const padded = (keys + kGROUP - 1) / kGROUP * kGROUP;
-    std::fill(work.k.begin() + static_cast<size_t>(keys) * D, work.k.begin() + static_cast<size_t>(padded) * D, 0.0f);
+    std::fill_n(work.k.data() + static_cast<size_t>(keys) * D, static_cast<size_t>(padded - keys) * D, 0.0f);
 }
 
 template <int32_t Width, class T>
@@ -339,7 +370,7 @@ TOPROVAR_INLINE void attend(Task const& task, Workspace& work)
         std::fill(state, state + lanes, kLOWEST);
         std::fill(state + lanes, state + 3 * lanes, 0.0f);
     }
-    std::fill(work.o.begin(), work.o.end(), 0.0f);
+    std::fill_n(work.o.data(), static_cast<size_t>(panels) * kWIDEST * D, 0.0f);
 
     float mask[kKEYS];
     for (int64_t first = 0; first < task.keys; first += kKEYS)
@@ -408,24 +439,24 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))) void atte
 }
 #endif
 
-//! The widest code that this processor runs, and how many queries a task of it takes.
+//! The widest code that this processor runs, and how many queries a panel of it has.
 template <class T>
-Attend chosenCode(int32_t& queries)
+Attend chosenCode(int32_t& lanes)
 {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq")
         && __builtin_cpu_supports("avx512vl"))
     {
-        queries = 16 * kPANEL * kPANELS;
+        lanes = 16 * kPANEL;
         return attendWithAvx512<T>;
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     {
-        queries = 8 * kPANEL * kPANELS;
+        lanes = 8 * kPANEL;
         return attendWithAvx2<T>;
     }
 #endif
-    queries = 4 * kPANEL * kPANELS;
+    lanes = 4 * kPANEL;
     return attendAnywhere<T>;
 }
 
@@ -440,6 +471,16 @@ void meanOverHeads(AttentionProblem const& problem, float const* perHead)
         }
         problem.entropy[i] = sum / static_cast<float>(problem.H);
     }
+}
+
+//! As many as share a copy of keys and values, fewer where threads would have nothing to do; whole panels, evenly.
+int64_t queriesPerTask(int64_t L, int64_t heads, int64_t lanes, int64_t threads)
+{
+    auto const over = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    int64_t const panels = over(L, lanes);
+    int64_t const wanted = std::min(panels, over(2 * threads, heads)); // two tasks per thread even out
+    int64_t const blocks = std::max<int64_t>({1, over(panels, kPANELS), wanted});
+    return std::max<int64_t>(1, over(panels, blocks)) * lanes;
 }
 
 //! Positions of the keys that a row sees.
@@ -461,8 +502,8 @@ std::vector<int64_t> visibleKeys(AttentionProblem const& problem, int32_t row)
 
 void attentionOnCpu(AttentionProblem const& problem, int32_t threads)
 {
-    int32_t most = 0;
-    Attend const code = problem.type == DataType::kFLOAT16 ? chosenCode<Half>(most) : chosenCode<float>(most);
+    int32_t lanes = 0;
+    Attend const code = problem.type == DataType::kFLOAT16 ? chosenCode<Half>(lanes) : chosenCode<float>(lanes);
     std::vector<std::vector<int64_t>> visible;
     for (int32_t row = 0; problem.mask && row < problem.R; ++row)
     {
@@ -474,13 +515,14 @@ void attentionOnCpu(AttentionProblem const& problem, int32_t threads)
         perHead.resize(static_cast<size_t>(problem.L) * problem.R * problem.H);
     }
     float* const entropy = perHead.empty() ? problem.entropy : perHead.data();
-    int64_t const blocks = (problem.L + most - 1) / most;
     int64_t const heads = static_cast<int64_t>(problem.R) * problem.H;
+    int64_t const queries = queriesPerTask(problem.L, heads, lanes, threads > 0 ? threads : defaultThreads());
+    int64_t const blocks = (problem.L + queries - 1) / queries;
     parallelFor(blocks * heads, threads,
         [&](int64_t i)
         {
             static thread_local Workspace work;
-            int64_t const first = i / heads * most;
+            int64_t const first = i / heads * queries;
             Task task{};
             task.problem = &problem;
             task.row = static_cast<int32_t>(i % heads) / problem.H;
@@ -489,7 +531,7 @@ void attentionOnCpu(AttentionProblem const& problem, int32_t threads)
             task.keys = problem.mask ? static_cast<int64_t>(visible[task.row].size()) : problem.S + problem.N;
             task.entropy = entropy;
             task.first = first;
-            task.count = static_cast<int32_t>(std::min<int64_t>(most, problem.L - first));
+            task.count = static_cast<int32_t>(std::min(queries, problem.L - first));
             code(task, work);
         });
     if (!perHead.empty())

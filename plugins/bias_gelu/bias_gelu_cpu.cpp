@@ -18,16 +18,18 @@ template <class T>
 TOPROVAR_INLINE void geluRows(BiasGeluProblem const& problem, int64_t begin, int64_t end)
 {
     constexpr float kTWICE_SQRT_2_OVER_PI = 1.59576912f;
+    float const most = hidden(40.0f); // e^-40 is nothing beside 1
     T const* const bias = static_cast<T const*>(problem.bias);
+    int32_t const C = problem.C; // a member could change with what is written: a local makes the loop countable
     for (int64_t row = begin; row < end; ++row)
     {
-        T const* const x = static_cast<T const*>(problem.x) + row * problem.C;
-        T* const to = static_cast<T*>(problem.y) + row * problem.C;
-        for (int32_t c = 0; c < problem.C; ++c)
+        T const* const x = static_cast<T const*>(problem.x) + row * C;
+        T* const to = static_cast<T*>(problem.y) + row * C;
+        for (int32_t c = 0; c < C; ++c)
         {
             float const y = roundTrip<T>(floatFrom(x[c]) + floatFrom(bias[c]));
             float const twiceZ = kTWICE_SQRT_2_OVER_PI * (y + 0.044715f * y * y * y);
-            to[c] = roundedFrom<T>(y / (1.0f + fastExp(-twiceZ)));
+            to[c] = roundedFrom<T>(y / (1.0f + fastExp(-twiceZ, most)));
         }
     }
 }

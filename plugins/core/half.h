@@ -11,7 +11,11 @@ namespace toprovar
 
 //! A loop's function is compiled for several processors and chosen when the library is loaded.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define TOPROVAR_CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+#if __GNUC__ >= 12 // v3 is AVX2 with FMA, v4 AVX-512
+#define TOPROVAR_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define TOPROVAR_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#endif
 #else
 #define TOPROVAR_CLONES
 #endif

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -33,7 +34,9 @@ void logError(std::string const& text) noexcept
     if (logger)
     {
         logger->log(nvinfer1::ILogger::Severity::kERROR, text.c_str());
+        return;
     }
+    std::fprintf(stderr, "error: %s\n", text.c_str()); // TensorRT-RTX 1.7 has no logger to find while it parses
 }
 
 //! Runs `body`; what it throws is logged and gives `failed`.

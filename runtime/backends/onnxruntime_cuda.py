@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib.util
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ log = logging.getLogger("toprovar")
 CUDA = "CUDAExecutionProvider"
 MAX_GRAPHS = 4  # captured per session: one for each set of addresses
 NOT_CAPTURED = -1
+LIBRARIES = ("cudart", "cublasLt", "cublas", "curand", "cufft", "nvrtc", "cupti")  # each before what needs it
+CUDNN = "libcudnn.so.9"
 CANNOT_CAPTURE = "cannot use the graph capture feature"  # ONNX Runtime's words where a node has no CUDA kernel
 
 
@@ -40,9 +43,7 @@ def check_cuda(ort: Any) -> Any:
             f"onnxruntime {ort.__version__} cannot share weights on a GPU; 1.31 can", "pip install 'toprovar[gpu]'"
         )
     api = load_cuda()
-    with contextlib.redirect_stdout(sys.stderr):  # it prints what it does not find
-        if hasattr(ort, "preload_dlls"):
-            ort.preload_dlls()
+    load_libraries()
     try:
         ort.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", 0)
     except Exception as error:  # the library's own classes are not exported
@@ -52,6 +53,24 @@ def check_cuda(ort: Any) -> Any:
             "pip install 'onnxruntime-gpu[cuda,cudnn]' nvidia-cublas",
         ) from None
     return api
+
+
+def load_libraries() -> None:
+    """Loads the CUDA libraries that ONNX Runtime opens by plain names, from wherever pip or the system has put them.
+
+    What is not found is left to ONNX Runtime, whose own message names it.
+    """
+    with contextlib.suppress(ImportError):
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        for name in LIBRARIES:
+            with contextlib.suppress(RuntimeError):  # its own errors are of this class
+                load_nvidia_dynamic_lib(name)
+    with contextlib.suppress(ImportError):
+        spec = importlib.util.find_spec("nvidia.cudnn")
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(Path(place) / "lib" / CUDNN), ctypes.RTLD_GLOBAL)
 
 
 def _last_words(error: Exception) -> str:

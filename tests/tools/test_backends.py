@@ -66,3 +66,23 @@ def test_command_and_api_draw_the_same_and_the_record_says_with_what(tiny_bundle
 def test_the_bench_names_device_and_operators(tiny_bundle):
     conditions = json.loads(done("bench", tiny_bundle, "--runs", 1, "--json").stdout)["conditions"]
     assert (conditions["device"], conditions["operators"]) == ("cpu", "body")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "providers", "bindings", "expected"),
+    [
+        (None, ["CUDAExecutionProvider"], "13", "no: nvidia-smi shows no GPU"),
+        ("NVIDIA H200", ["CPUExecutionProvider"], "13", "no: pip uninstall onnxruntime"),
+        ("NVIDIA H200", ["CUDAExecutionProvider"], None, "no: pip install cuda-bindings"),
+        ("NVIDIA H200", ["CUDAExecutionProvider"], "13", "yes"),
+    ],
+)
+def test_the_environment_says_whether_a_gpu_can_be_used(monkeypatch, gpu, providers, bindings, expected):
+    import onnxruntime
+
+    from toprovar.tools import environment
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+    monkeypatch.setattr(environment, "_first_line", lambda command: gpu)
+    monkeypatch.setattr(environment, "_installed", lambda package: bindings)
+    assert environment.environment()["commands"]["run, bench --device cuda"].startswith(expected)

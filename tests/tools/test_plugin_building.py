@@ -92,7 +92,7 @@ def test_missing_tools_are_told(monkeypatch):
     assert "pip install cmake ninja" in caught.value.hint
     with pytest.raises(EnvironmentFault, match="--cuda: nvcc is not on the path") as caught:
         run_build(BuildRequest(cuda=True))
-    assert "pip install nvidia-cuda-nvcc" in caught.value.hint
+    assert "pip install 'cuda-toolkit[nvcc,cccl]" in caught.value.hint
 
 
 def test_two_builds_of_one_file_are_refused(compiled, tmp_path):

@@ -77,13 +77,14 @@ def conditions(document: Mapping[str, Any]) -> str:
     judge = f", judge {document['judge_sha256'][:12]}" if document["judge_sha256"] else ""
     calibration = document["calibration"]
     fitted = f" Methods fitted to {calibration['prompts']} calibration prompts." if calibration else ""
+    where = " on its GPU" if machine.get("device") == "cuda" else ""
     return (
         f"Model {document['model']['name']}, {counted(prompts['count'], 'prompt')} ({prompts['source']}), one picture "
         f"each, first seed {document['seed']}, batch 1; cfg {values['cfg']}, tau {values['tau']}; fp32 on "
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, ONNX Runtime "
-        f"{versions['onnxruntime']}{' on its GPU' if machine.get('device') == 'cuda' else ''}, toprovar {versions['toprovar']}, {document['date']}. Every prompt is drawn dense "
-        f"and by every plan in turn, from the same noise, after one warm-up picture each. Clock: the scale steps with "
-        f"sampling and decisions; text ({times['text']:.0f} ms) and decoder ({times['decode']:.0f} ms) are apart. "
+        f"{versions['onnxruntime']}{where}, toprovar {versions['toprovar']}, {document['date']}. Every prompt is drawn "
+        f"dense and by every plan in turn, from the same noise, after one warm-up picture each. Clock: the scale steps "
+        f"with sampling and decisions; text ({times['text']:.0f} ms) and decoder ({times['decode']:.0f} ms) are apart. "
         f"Brackets: 95 % intervals over prompts.{fitted} Weights {document['model']['weights_sha256'][:12]}{judge}, "
         f"prompts {prompts['sha256'][:12]}. Command: `{document['command']}`.\n"
     )

@@ -30,10 +30,15 @@ def on_gpu(folder, **options):
     return Pipeline(bundle, OnnxRuntimeBackend(bundle, device="cuda", operators="body", **options))
 
 
+@pytest.fixture(scope="module")
+def on_cpu(tiny_bundle):
+    return open_pipeline(tiny_bundle)
+
+
 @pytest.mark.parametrize("variant", ["dense", "planned"])
-def test_a_picture_is_the_same_as_on_the_cpu(tiny_bundle, cuda, variant):
+def test_a_picture_is_the_same_as_on_the_cpu(tiny_bundle, on_cpu, cuda, variant):
     gpu = on_gpu(tiny_bundle).generate("red apple", 7, variant)
-    cpu = open_pipeline(tiny_bundle).generate("red apple", 7, variant)
+    cpu = on_cpu.generate("red apple", 7, variant)
     assert np.array_equal(gpu.image, cpu.image)
     assert np.array_equal(gpu.codes, cpu.codes)
     assert all(np.array_equal(a, b) for a, b in zip(gpu.bits, cpu.bits, strict=True))
@@ -43,10 +48,10 @@ def test_a_picture_is_the_same_as_on_the_cpu(tiny_bundle, cuda, variant):
         assert all(np.array_equal(mine.kept[layer], other.kept[layer]) for layer in mine.kept)
 
 
-def test_a_batch_is_the_same_as_on_the_cpu(tiny_bundle, cuda):
-    requests = [Request("red apple", 1), Request("green dog", 2), Request("white house", 3)]
+def test_a_batch_is_the_same_as_on_the_cpu(tiny_bundle, on_cpu, cuda):
+    requests = [Request("red apple", 1), Request("green dog", 2)]
     gpu = on_gpu(tiny_bundle).generate_batch(requests, "planned")
-    cpu = open_pipeline(tiny_bundle).generate_batch(requests, "planned")
+    cpu = on_cpu.generate_batch(requests, "planned")
     assert all(np.array_equal(a.image, b.image) for a, b in zip(gpu, cpu, strict=True))
 
 
@@ -187,7 +192,6 @@ def test_a_cuda_provider_that_cannot_be_loaded_is_named(tiny_bundle, monkeypatch
     monkeypatch.setattr(onnxruntime_cuda, "load_cuda", FakeCuda)
     ort = fake_onnxruntime()  # the real one of this machine makes no values on a GPU
     monkeypatch.setitem(sys.modules, "onnxruntime", ort)
-    ort.preload_dlls = lambda: print("libcublas.so.13 is missing")
     with pytest.raises(EnvironmentFault, match="cannot load its CUDA provider"):
         OnnxRuntimeBackend(open_bundle(tiny_bundle), device="cuda")
 

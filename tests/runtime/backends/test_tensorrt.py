@@ -78,6 +78,17 @@ def assert_same_draw(mine, other):
     assert np.abs(mine.image.astype(int) - other.image.astype(int)).max() <= 1
 
 
+def run_alone(pipeline, graph):
+    """One graph on inputs of its own, in the same buffers each time. Returns: its first output."""
+    memory = pipeline.backend.memory
+    with memory.scope():
+        draw = np.random.default_rng(1)
+        inputs = {n: memory.place(draw.standard_normal(f.shape, np.float32)) for n, f in graph.inputs.items()}
+        outputs = {name: memory.empty(facts.shape, facts.dtype) for name, facts in graph.outputs.items()}
+        pipeline.backend.run(graph, inputs, outputs)
+        return memory.read(next(iter(outputs.values())))
+
+
 def refused(folder, kind, code, **options):
     """The error of opening a backend, which took no memory of the GPU."""
     with pytest.raises(ToprovarError) as caught:
@@ -245,8 +256,9 @@ def test_weights_are_uploaded_once_and_ranges_of_rows_lie_inside_them(engine_bun
 
 def test_all_contexts_share_one_arena_of_the_largest_size(engine_bundle, machine):
     pipeline = on_engines(engine_bundle)
-    pipeline.generate("red apple", 1)
+    pipeline.prepare("dense")
     contexts = [loaded.context for loaded in pipeline.backend._loaded.values()]
+    assert len(contexts) > 6
     assert len({context.scratch for context in contexts}) == 1
     assert pipeline.backend._scratch[1] == max(engine.device_memory_size_v2 for engine in machine.trt.engines)
     assert pipeline.backend._scratch[0] in machine.api.blocks
@@ -254,38 +266,45 @@ def test_all_contexts_share_one_arena_of_the_largest_size(engine_bundle, machine
 
 def test_an_arena_that_grows_captures_again(engine_bundle, machine):
     pipeline = on_engines(engine_bundle)
-    first = pipeline.generate("red apple", 7).image
+    dense, planned = pipeline.steps("dense")[0].graph, pipeline.steps("planned")[5].graph
+    first = run_alone(pipeline, dense)
     arena = pipeline.backend._scratch
-    planned = pipeline.generate("red apple", 7, "planned")  # loads larger engines
+    assert np.array_equal(run_alone(pipeline, dense), first)
+    assert machine.api.calls.count("cudaGraphLaunch") == 1
+    run_alone(pipeline, planned)  # a larger engine
     assert pipeline.backend._scratch[1] > arena[1]
     assert arena[0] not in machine.api.blocks or pipeline.backend._scratch[0] == arena[0]
-    assert np.array_equal(pipeline.generate("red apple", 7).image, first)
-    assert_same_draw(planned, open_pipeline(engine_bundle).generate("red apple", 7, "planned"))
+    assert np.array_equal(run_alone(pipeline, dense), first)
+    assert machine.api.calls.count("cudaGraphLaunch") == 1
+    assert np.array_equal(run_alone(pipeline, dense), first)
+    assert machine.api.calls.count("cudaGraphLaunch") == 2
 
 
 def test_compiled_kernels_are_kept_on_disk(engine_bundle, machine, tmp_path):
-    on_engines(engine_bundle).generate("red apple", 7)
+    first = on_engines(engine_bundle)
+    run_alone(first, first.manifest.prompt)
     path = tmp_path / "cache" / "toprovar" / "tensorrt-rtx" / "1.7.1.116-sm89.cache"
     assert path.read_bytes() == b"kernels"
     assert machine.trt.cache.given is None
-    on_engines(engine_bundle).generate("red apple", 7)
+    on_engines(engine_bundle).backend.prepare(first.manifest.prompt)
     assert machine.trt.cache.given == b"kernels"
 
 
 def test_what_cannot_be_captured_is_enqueued_and_told(engine_bundle, machine, caplog):
     machine.trt.capturable = False
     pipeline = on_engines(engine_bundle)
-    pipeline.generate("red apple", 7)
-    assert_same_draw(pipeline.generate("red apple", 7), open_pipeline(engine_bundle).generate("red apple", 7))
+    graph = pipeline.steps("dense")[0].graph
+    assert np.array_equal(run_alone(pipeline, graph), run_alone(pipeline, graph))
+    assert machine.trt.enqueued == 2
     assert "cudaGraphLaunch" not in machine.api.calls
     assert caplog.text.count("step_00.onnx runs without a captured graph") == 1
 
 
 def test_layers_are_timed_where_that_was_asked_for(engine_bundle, machine):
     pipeline = on_engines(engine_bundle, profile=True)
-    pipeline.generate("red apple", 7)
-    times = pipeline.backend.layer_times()
-    assert times["step_00.onnx"] == {"the only layer": [0.5]}
+    for _ in range(2):
+        run_alone(pipeline, pipeline.steps("dense")[0].graph)
+    assert pipeline.backend.layer_times() == {"step_00.onnx": {"the only layer": [0.5, 0.5]}}
     assert "cudaGraphLaunch" not in machine.api.calls
 
 
