@@ -56,12 +56,12 @@ def load_cuda() -> Any:
     try:
         from cuda.bindings import runtime
     except ImportError:
-        raise EnvironmentFault("cuda-bindings is not installed", "pip install 'toprovar[gpu]'") from None
+        raise EnvironmentFault("cuda-bindings is not installed", "pip install cuda-bindings") from None
     status, count = runtime.cudaGetDeviceCount()
     if int(status) or not count:
         raise EnvironmentFault(
             f"there is no usable CUDA GPU here: {_named(status) if int(status) else 'none is visible'}",
-            "install NVIDIA's driver and check with: nvidia-smi; or pass --device cpu",
+            "install NVIDIA's driver and check with: nvidia-smi",
         )
     return runtime
 

@@ -10,7 +10,16 @@ from pathlib import Path
 job = json.loads(sys.stdin.readline())
 reports = os.fdopen(int(sys.argv[1]), "w", buffering=1)
 graph = Path(job.get("graph", "")).name
-kind, _, where = os.environ.get("FAKE_BUILDER", "").partition(" ")
+kind, where, others = (*os.environ.get("FAKE_BUILDER", "").split(), "", "", "")[:3]
+
+
+def hang():
+    place = Path(os.environ["FAKE_BUILDER_PID"])
+    place.with_name(f"{place.name}.{os.getpid()}").touch()
+    reports.write('{"fraction": 0.5}\n')
+    time.sleep(600)
+
+
 facts = {"weights": ["head"], "plugin_layers": {}, "inlined": {}, "builder_version": "1.7.1.116"}
 if graph:
     print(f"building {graph}", file=sys.stderr, flush=True)
@@ -27,9 +36,9 @@ if graph:
             reports.flush()
             os._exit(0)
         if kind == "hang":
-            Path(os.environ["FAKE_BUILDER_PID"]).write_text(str(os.getpid()))
-            reports.write('{"fraction": 0.5}\n')
-            time.sleep(600)
+            hang()
+    elif others == "hang":
+        hang()
     reports.write('{"fraction": 0.5}\n')
     content = Path(job["graph"]).read_bytes() + json.dumps(job["capabilities"]).encode()
     Path(job["plan"]).write_bytes(hashlib.sha256(content).hexdigest().encode())

@@ -69,6 +69,12 @@ FunctionBody = Annotated[
     bool,
     typer.Option("--allow-function-body", help="Build engines without plugins where the operator library lacks them."),
 ]
+Jobs = Annotated[
+    int,
+    typer.Option(
+        "--jobs", min=1, max=64, help="Engines built at once; default 1. --dry-run tells the memory that each takes."
+    ),
+]
 
 EXPORT_MODULES = ("torch", "onnx", "onnx_ir")
 CALIBRATE_MODULES = ("torch", "skimage", "matplotlib", "jinja2")
@@ -306,6 +312,7 @@ def export(
     target: Targets = None,
     compute_capability: Capabilities = None,
     allow_function_body: FunctionBody = False,
+    jobs: Jobs = 1,
     dtype: Annotated[
         NumberFormat | None,
         typer.Option("--dtype", help="Number format of matrix products; fp32, or bf16 where engines are asked for."),
@@ -343,7 +350,7 @@ def export(
             model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value if dtype else None,
             text_tokens=text_tokens, images=images, aspect=aspect, budget=budget, cfg=cfg, tau=tau,
             overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
-            engines=EngineOptions(tuple(target or ()), compute_capability, allow_function_body),
+            engines=EngineOptions(tuple(target or ()), compute_capability, allow_function_body, jobs),
         )  # fmt: skip
         facts = run_export(request, quiet=json)
         if json:
@@ -361,6 +368,7 @@ def rebuild(
         int | None, typer.Option("--scale", min=0, help="Only the steps of this scale; all graphs if left out.")
     ] = None,
     allow_function_body: FunctionBody = False,
+    jobs: Jobs = 1,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -370,7 +378,7 @@ def rebuild(
         console.require_packages("rebuild", "onnx")
         from toprovar.tools.engine_building import EngineOptions, run_rebuild
 
-        options = EngineOptions(tuple(target or ()), compute_capability, allow_function_body)
+        options = EngineOptions(tuple(target or ()), compute_capability, allow_function_body, jobs)
         facts = run_rebuild(bundle, options, scale)
         if json:
             console.print_json(facts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -26,6 +26,7 @@ class EngineOptions:
     targets: Sequence[str] = ()
     capabilities: str | None = None
     allow_function_body: bool = False
+    jobs: int = 1
 
     def request(self, scale: int | None = None, default: tuple[str, ...] = DEFAULT_CAPABILITIES) -> EngineRequest:
         """Raises: ToprovarError for an unknown target, and for capabilities that do not apply."""
@@ -37,7 +38,7 @@ class EngineOptions:
                 "leave it out, or add --target tensorrt-rtx",
             )
         capabilities = default if self.capabilities is None else capabilities_from(self.capabilities)
-        return EngineRequest(targets, capabilities, scale, self.allow_function_body)
+        return EngineRequest(targets, capabilities, scale, self.allow_function_body, self.jobs)
 
 
 def engine_targets(names: Sequence[str]) -> tuple[EngineTarget, ...]:
@@ -91,7 +92,7 @@ def _former(bundle: Path, manifest: Manifest, options: EngineOptions, scale: int
         raise ToprovarError(f"{bundle} has no engines to rebuild", "name what to build with --target tensorrt-rtx")
     rtx = manifest.engines.get("tensorrt-rtx")
     default = rtx.compute_capabilities if rtx else DEFAULT_CAPABILITIES
-    named = EngineOptions(tuple(manifest.engines), options.capabilities, options.allow_function_body)
+    named = replace(options, targets=tuple(manifest.engines))
     return named.request(scale, default)
 
 

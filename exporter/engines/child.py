@@ -43,24 +43,60 @@ def build_environment(target: EngineTarget) -> Iterator[dict[str, str]]:
         }
 
 
+class Children:
+    """The children that run, so that one fault or an interrupt ends all of them; threads share it."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def add(self, child: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._running.add(child)
+            if self._ended:
+                child.kill()
+
+    def remove(self, child: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._running.discard(child)
+
+    def end(self) -> None:
+        """Kills those that run, and those that are still to come."""
+        with self._lock:
+            self._ended = True
+            for child in self._running:
+                child.kill()
+
+
 def run_builder(
-    job: Job, environment: dict[str, str], on_fraction: Callable[[float], None] = lambda fraction: None
+    job: Job,
+    environment: dict[str, str],
+    on_fraction: Callable[[float], None] = lambda fraction: None,
+    children: Children | None = None,
 ) -> Built:
     """Builds one plan in a child.
 
     on_fraction: how far it has come, 0 to 1
+    children:    where the child is noted while it runs
     Raises:      ToprovarError or EnvironmentFault: the child's own, or with its signal and last words.
     """
-    return _run(asdict(job), Path(job.graph).name, environment, on_fraction)
+    return _run(asdict(job), Path(job.graph).name, environment, on_fraction, children or Children())
 
 
 def installed_version(target: EngineTarget, environment: dict[str, str]) -> str:
     """Version of the installed builder, asked in a child. Raises: EnvironmentFault if it does not load."""
-    return _run({"target": target}, versions.TITLES[target], environment, lambda fraction: None).builder_version
+    return _run(
+        {"target": target}, versions.TITLES[target], environment, lambda fraction: None, Children()
+    ).builder_version
 
 
 def _run(
-    request: dict[str, Any], what: str, environment: dict[str, str], on_fraction: Callable[[float], None]
+    request: dict[str, Any],
+    what: str,
+    environment: dict[str, str],
+    on_fraction: Callable[[float], None],
+    children: Children,
 ) -> Built:
     read, write = os.pipe()
     try:
@@ -87,6 +123,7 @@ def _run(
     listener.start()
     end: dict[str, Any] = {}
     try:
+        children.add(child)
         try:
             child.stdin.write(json.dumps(request).encode() + b"\n")
             child.stdin.close()
@@ -104,6 +141,7 @@ def _run(
         if child.poll() is None:
             child.kill()
             child.wait()
+        children.remove(child)
         listener.join(timeout=5)
         child.stderr.close()
     if "fault" in end:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from toprovar.exporter.engines import versions
 from toprovar.exporter.engines.builder import Job
-from toprovar.exporter.engines.child import build_environment, installed_version, run_builder
+from toprovar.exporter.engines.child import Children, build_environment, installed_version, run_builder
 from toprovar.exporter.engines.engine_store import EngineStore, Finished
 from toprovar.exporter.engines.number_formats import allows_tf32
 from toprovar.exporter.engines.trtexec import TRTEXEC_FILE, trtexec_page
@@ -36,12 +38,14 @@ class EngineRequest:
     capabilities:        of TensorRT-RTX engines; TensorRT builds for the GPU at hand
     scale:               only steps of this scale; None for all graphs
     allow_function_body: build operators from their function bodies where there is no plugin
+    jobs:                plans that are built at once; one for TensorRT, whose timing cache is one file
     """
 
     targets: tuple[EngineTarget, ...]
     capabilities: tuple[str, ...] = versions.DEFAULT_CAPABILITIES
     scale: int | None = None
     allow_function_body: bool = False
+    jobs: int = 1
 
     def check(self) -> None:
         """Raises: EnvironmentFault before long work, if this machine cannot build for a target."""
@@ -152,6 +156,7 @@ class _TargetBuild:
     ) -> None:
         self.folder, self.manifest, self.target, self.request = folder, manifest, target, request
         self.environment = environment
+        self.children = Children()
         self.store = EngineStore(folder, target)
         self.plugins = plugin_library(request.allow_function_body)
         self.version = installed_version(target, environment)
@@ -164,21 +169,49 @@ class _TargetBuild:
         others = self._others({graph.file for graph in graphs})
         known = self.store.finished(self.manifest)
         self.store.work.mkdir(parents=True, exist_ok=True)
-        items: list[Finished] = []
-        reused = 0
-        for done, graph in enumerate(graphs):
-            advance(done)
-            key = self._key(graph)
-            old = known.get(key)
+        advance(0)
+        items, missing = [], []
+        for graph in graphs:
+            old = known.get(self._key(graph))
             if old is not None and old.engine.graph == graph.file:
-                reused += 1
                 items.append(old)
-                continue
-            items.append(self._build(graph, key, lambda fraction, done=done: advance(done + fraction)))  # type: ignore[misc]
+            else:
+                missing.append(graph)
+        reused = len(items)
+        items += self._build_all(missing, lambda done: advance(reused + done))
         self._publish([*items, *others])
         advance(len(graphs))
         plan_bytes = sum(item.facts.size_bytes for item in items)
         return BuildSummary(self.target, len(items) - reused, reused, plan_bytes)
+
+    def _build_all(self, graphs: list[Graph], advance: Callable[[float], None]) -> list[Finished]:
+        """Builds several at a time. The first fault, or an interrupt, ends all; what is finished is noted by then."""
+        fractions = dict.fromkeys((graph.file for graph in graphs), 0.0)
+        lock = threading.Lock()
+
+        def tell(graph: Graph, fraction: float) -> None:
+            with lock:
+                fractions[graph.file] = fraction
+                advance(sum(fractions.values()))
+
+        def build(graph: Graph) -> Finished:
+            item = self._build(graph, lambda fraction: tell(graph, fraction))
+            with lock:
+                self.store.note(item)
+            tell(graph, 1.0)
+            return item
+
+        jobs = 1 if versions.has_timing_cache(self.target) else self.request.jobs
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                works = [pool.submit(build, graph) for graph in graphs]
+                for work in wait(works, return_when=FIRST_EXCEPTION).done:
+                    work.result()  # raises what it raised
+                return [work.result() for work in works]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.children.end()
+                raise
 
     def _others(self, graphs: set[str]) -> list[Finished]:
         """Engines of other scales, which stay. Raises: ToprovarError if they were built otherwise."""
@@ -216,7 +249,7 @@ class _TargetBuild:
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def _build(self, graph: Graph, key: str, on_fraction: Callable[[float], None]) -> Finished:
+    def _build(self, graph: Graph, on_fraction: Callable[[float], None]) -> Finished:
         file = self.store.name(graph.file)
         plan = self.store.work_plan(file).absolute()  # the child has another current folder
         cache = self.store.timing_cache() if versions.has_timing_cache(self.target) else None
@@ -231,18 +264,16 @@ class _TargetBuild:
             allow_function_body=self.request.allow_function_body,
             timing_cache=str(cache.absolute()) if cache else None,
         )
-        built = run_builder(job, self.environment, on_fraction)
+        built = run_builder(job, self.environment, on_fraction, self.children)
         engine = Engine(
             file=file,
             graph=graph.file,
             weights=built.weights,
             plugin_layers=built.plugin_layers,
             inlined=built.inlined,
-            key=key,
+            key=self._key(graph),
         )
-        item = Finished(engine=engine, facts=FileFacts(size_bytes=plan.stat().st_size, sha256=sha256_of(plan)))
-        self.store.note(item)
-        return item
+        return Finished(engine=engine, facts=FileFacts(size_bytes=plan.stat().st_size, sha256=sha256_of(plan)))
 
     def _publish(self, items: list[Finished]) -> None:
         """Swaps the engines in and replaces the manifest."""

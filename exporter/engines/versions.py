@@ -24,14 +24,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from toprovar.runtime.backends.tensorrt_module import MODULES, TITLES
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.manifest import EngineTarget
 
-MODULES: dict[EngineTarget, tuple[str, ...]] = {
-    "tensorrt": ("tensorrt",),
-    "tensorrt-rtx": ("tensorrt_rtx_bindings", "tensorrt_rtx"),
-}
-TITLES: dict[EngineTarget, str] = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")  # that TensorRT-RTX builds our graphs for
 DEFAULT_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0")
 RTX_LIBRARY = "libtensorrt_rtx.so"

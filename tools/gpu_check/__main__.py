@@ -7,6 +7,7 @@ after every stage; bundles stay in --work and are used again.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def main(words: list[str] | None = None) -> int:
     results: dict[str, Any] = {
         "schema_version": 1,
         "tool_version": VERSION,
-        "command": [sys.executable, "-m", "toprovar.tools.gpu_check", *(sys.argv[1:] if words is None else words)],
+        "command": f"python -m toprovar.tools.gpu_check --stages {','.join(arguments.names)}",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "stages": {},
     }
     for name in arguments.names:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _library_facts() -> dict[str, Any] | str | None:
     if library is None:
         return None
     return {
-        "path": str(library.path),
+        "source_digest": library.source_digest,
         "architectures": library.cuda_architectures,
         "hosts": library.hosts,
         "operators": library.operators,
@@ -102,7 +103,6 @@ def demo_parity(context: Context, operators: OperatorChoice) -> dict[str, Any]:
     model = _demo(context)
     folder = context.work / "demo-fp32"
     facts: dict[str, Any] = {"export_s": make_bundle(model, folder, "fp32"), "runs": []}
-    _exact_torch()
     for cuda_graph in (False, True) if context.device == "cuda" else (False,):
         pipeline = _pipeline(context, folder, operators, cuda_graph)
         facts["backend"] = pipeline.backend.version
@@ -110,7 +110,8 @@ def demo_parity(context: Context, operators: OperatorChoice) -> dict[str, Any]:
             for seed in range(context.seeds):
                 from toprovar.tools.gpu_check.parity import compare_bits
 
-                found = compare_bits(model, pipeline, _demo_text(model, seed), seed, variant)
+                with _exact_torch():
+                    found = compare_bits(model, pipeline, _demo_text(model, seed), seed, variant)
                 facts["runs"].append({"variant": variant, "seed": seed, "cuda_graph": cuda_graph, **found})
                 say(f"  {variant} seed {seed} graph {cuda_graph}: {found}")
         picture = pipeline.generate("red apple", 7, "planned").image
@@ -250,26 +251,32 @@ def _logits(context: Context, model: Any, name: str, operators: OperatorChoice, 
 
     facts: dict[str, Any] = {"export_s": make_bundle(model, context.work / name, context.compute, ("logits",))}
     say(f"  exported in {facts['export_s']:.1f} s")
-    _exact_torch()
     pipeline = _pipeline(context, context.work / name, operators, cuda_graph=False)
     facts["backend"] = pipeline.backend.version
-    facts |= compare_logits(model, pipeline, rows, seed=3)
+    with _exact_torch():
+        facts |= compare_logits(model, pipeline, rows, seed=3)
     for scale in facts["scales"]:
         say(f"  {scale}")
     facts["largest_share_of_torch_error"] = max(s["rms"] / max(s["torch_rms"], 1e-12) for s in facts["scales"])
     return facts
 
 
-def _exact_torch() -> None:
+@contextmanager
+def _exact_torch() -> Iterator[None]:
     """No TF32, and attention by plain products: the reference is float32 throughout."""
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_math_sdp(True)
+    settings = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [each.allow_tf32 for each in settings]
+    for each in settings:
+        each.allow_tf32 = False
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for each, value in zip(settings, before, strict=True):
+            each.allow_tf32 = value
 
 
 def _pipeline(context: Context, folder: Path, operators: OperatorChoice, cuda_graph: bool) -> Any:

@@ -173,6 +173,7 @@ def test_a_graph_that_is_refused_names_the_node(tmp_path):
     assert "the_node (NoSuchOperator)" in caught.value.message
 
 
+@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops:DeprecationWarning")
 def test_the_way_of_full_tensorrt_keeps_a_timing_cache(tmp_path, monkeypatch):
     """The same path with the other target's settings, on the builder that is here: it shares TensorRT's interface."""
     needs_rtx()

@@ -65,7 +65,7 @@ def test_an_interrupt_ends_the_child(job, tmp_path, monkeypatch):
         run(job, interrupt)
     assert time.monotonic() - started < 30
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+        os.kill(int(next(tmp_path.glob("pid.*")).suffix[1:]), 0)
 
 
 def test_a_builder_that_cannot_start_is_an_error(job, monkeypatch):

@@ -1,10 +1,10 @@
 """Engine sets with a stand-in for the builder: complete or absent, resumed, locked, reused where nothing changed."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from command_line import listing
@@ -55,12 +55,13 @@ def test_every_graph_gets_an_engine_and_the_bundle_opens(bundle):
     assert (0.5, GRAPHS) in told
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert not (bundle / WORK).exists()
+    assert len({engine.key for engine in engines.engines}) == GRAPHS
 
 
 def test_two_builds_give_the_same_bytes(bundle, tiny_bundle, tmp_path):
     other = shutil.copytree(tiny_bundle, tmp_path / "other")
     for folder in (bundle, other):
-        build_engines(folder, request())
+        build_engines(folder, request(scale=5))
     assert listing(bundle) == listing(other)
     for name in listing(bundle):
         if (bundle / name).is_file():
@@ -68,11 +69,11 @@ def test_two_builds_give_the_same_bytes(bundle, tiny_bundle, tmp_path):
 
 
 def test_what_did_not_change_is_not_built_again(bundle):
-    build_engines(bundle, request())
+    build_engines(bundle, request(scale=5))
     before = (bundle / "manifest.json").read_bytes()
-    assert counts(build_engines(bundle, request())) == [(0, GRAPHS)]
+    assert counts(build_engines(bundle, request(scale=5))) == [(0, 2)]
     assert (bundle / "manifest.json").read_bytes() == before
-    assert counts(build_engines(bundle, request(capabilities=("8.9",)))) == [(GRAPHS, 0)]
+    assert counts(build_engines(bundle, request(scale=5, capabilities=("8.9",)))) == [(2, 0)]
 
 
 def test_a_crash_keeps_what_is_finished_and_the_next_build_goes_on(bundle, monkeypatch):
@@ -99,6 +100,31 @@ def test_an_interrupt_in_the_middle_keeps_what_is_finished(bundle):
     assert counts(build_engines(bundle, request())) == [(GRAPHS - 3, 3)]
 
 
+def test_plans_built_at_once_give_the_same_bundle(bundle, tiny_bundle, tmp_path):
+    other = shutil.copytree(tiny_bundle, tmp_path / "other")
+    told = []
+    assert counts(build_engines(bundle, request(jobs=4), lambda done, total: told.append(done))) == [(GRAPHS, 0)]
+    build_engines(other, request())
+    assert (bundle / "manifest.json").read_bytes() == (other / "manifest.json").read_bytes()
+    open_bundle(bundle)
+    assert told == sorted(told)
+    assert told[-1] == GRAPHS
+
+
+def test_a_crash_ends_those_that_are_built_beside_it(bundle, tmp_path, monkeypatch):
+    """Three children wait for ever when the fourth aborts."""
+    use_fake_builder(monkeypatch, "abort step_02.onnx hang")
+    monkeypatch.setenv("FAKE_BUILDER_PID", str(tmp_path / "pid"))
+    started = time.monotonic()
+    with pytest.raises(EnvironmentFault):
+        build_engines(bundle, request(jobs=GRAPHS))
+    assert time.monotonic() - started < 60
+    for path in tmp_path.glob("pid.*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.suffix[1:]), 0)
+    open_bundle(bundle)
+
+
 def test_a_damaged_journal_or_plan_is_built_again(bundle, monkeypatch):
     use_fake_builder(monkeypatch, "abort step_02.onnx")
     for damage in ("finished.json", "prompt.plan"):
@@ -111,8 +137,8 @@ def test_a_damaged_journal_or_plan_is_built_again(bundle, monkeypatch):
 
 
 def test_a_flipped_bit_is_caught_and_mended(bundle):
-    build_engines(bundle, request())
-    path = bundle / engines_of(bundle)[2].file
+    build_engines(bundle, request(scale=5))
+    path = bundle / engines_of(bundle)[1].file
     raw = path.read_bytes()
     path.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
     with pytest.raises(ToprovarError) as caught:
@@ -120,7 +146,7 @@ def test_a_flipped_bit_is_caught_and_mended(bundle):
     assert f"{path} was changed" in caught.value.message
     assert "toprovar-export rebuild" in caught.value.hint
     assert "--target tensorrt-rtx" in caught.value.hint
-    assert counts(build_engines(bundle, request())) == [(1, GRAPHS - 1)]
+    assert counts(build_engines(bundle, request(scale=5))) == [(1, 1)]
     assert path.read_bytes() == raw
     open_bundle(bundle)
 
@@ -130,7 +156,7 @@ def test_two_builds_at_once_are_one_clear_message(bundle):
         build_engines(bundle, request())
     with alone_with(bundle), pytest.raises(ToprovarError, match="are being built by another process"):
         check_out(bundle)
-    build_engines(bundle, request())
+    build_engines(bundle, request(scale=5))
 
 
 def test_the_lock_dies_with_its_process(bundle):
@@ -146,7 +172,7 @@ def test_the_lock_dies_with_its_process(bundle):
         build_engines(bundle, request())
     holder.kill()
     holder.communicate()
-    build_engines(bundle, request())
+    build_engines(bundle, request(scale=5))
 
 
 def test_one_scale_alone_and_then_the_rest(bundle):
@@ -158,7 +184,7 @@ def test_one_scale_alone_and_then_the_rest(bundle):
 
 
 def test_a_scale_built_otherwise_than_the_rest_is_refused(bundle):
-    build_engines(bundle, request())
+    build_engines(bundle, request(scale=5))
     with pytest.raises(ToprovarError) as caught:
         build_engines(bundle, request(scale=2, capabilities=("12.0",)))
     assert "built by 1.7.1.116 for 8.0, 8.6, 8.9, 12.0" in caught.value.message
@@ -182,7 +208,7 @@ def test_an_export_over_a_bundle_takes_the_engines_that_still_fit(tiny, bundle):
 
 
 def test_a_foreign_file_among_engines_keeps_a_bundle_from_being_replaced(bundle):
-    build_engines(bundle, request())
+    build_engines(bundle, request(scale=5))
     (bundle / "engines" / "tensorrt-rtx" / "notes.txt").write_text("mine")
     with pytest.raises(ToprovarError, match=r"holds engines/tensorrt-rtx/notes\.txt, which is no part"):
         check_out(bundle)
@@ -208,10 +234,3 @@ def test_a_library_without_the_builder_is_an_environment_fault(bundle, monkeypat
         build_engines(bundle, request())
     assert caught.value.message == "--target tensorrt-rtx needs TensorRT-RTX, which is not installed"
     assert caught.value.exit_code == EXIT_ENVIRONMENT
-
-
-def test_no_two_engines_share_a_key(bundle):
-    build_engines(bundle, request())
-    facts = json.loads((bundle / "manifest.json").read_text())
-    keys = [engine["key"] for engine in facts["engines"]["tensorrt-rtx"]["engines"]]
-    assert len(set(keys)) == GRAPHS
