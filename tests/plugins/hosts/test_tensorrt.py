@@ -168,6 +168,7 @@ def test_a_missing_attribute_is_told(full_library, environment, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("cmake") is None, reason="needs nvcc and cmake")
 def test_the_whole_library_builds_from_downloaded_headers_and_loads(environment, tmp_path):
     """All architectures and hosts; needs the network for TensorRT's headers."""
