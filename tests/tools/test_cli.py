@@ -15,7 +15,19 @@ from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.version import VERSION
 from toprovar.tools import cli, console
 
-COMMANDS = ("demo", "calibrate", "export", "run", "bench", "profile", "evaluate", "inspect", "rebuild", "env", "plugins")
+COMMANDS = (
+    "demo",
+    "calibrate",
+    "export",
+    "run",
+    "bench",
+    "profile",
+    "evaluate",
+    "inspect",
+    "rebuild",
+    "env",
+    "plugins",
+)
 OPTIONAL = ("torch", "onnx", "onnx_ir", "skimage", "matplotlib", "jinja2", "scipy")
 INTERRUPTED = 130
 
