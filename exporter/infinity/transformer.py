@@ -191,7 +191,7 @@ class Block(nn.Module):
         q, k, v = self.sa.project(modulate(x, scale1, shift1), cos, sin)
         k_new, v_new = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)  # [L, R, H, D]
         keys = torch.cat([k_past, k_new]).permute(1, 2, 0, 3)
-        values = torch.cat([v_past, v_new]).permute(1, 2, 0, 3)
+        values = torch.cat([v_past, v_new]).permute(1, 2, 0, 3).to(v.dtype)  # a cache may be wider than autocast's v
         entropy = None
         if want_entropy:
             o, entropy = entropy_attention(q.to(v.dtype), keys.to(v.dtype), values, scale=1.0, head_mean=True)  # [R, L]
