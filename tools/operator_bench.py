@@ -213,6 +213,14 @@ def table_from_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def movers_table(report: dict[str, Any]) -> str:
+    """Markdown of the other operators' times: milliseconds, and bytes per second of what they must read and write."""
+    lines = ["| operator | ms | GB/s |", "| --- | --- | --- |"]
+    for name, facts in report["movers"].items():
+        lines.append(f"| {name} | {facts['median_ms']:.3f} | {facts['gb_per_s']:.0f} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit codes: 0 all within tolerance, 1 not, 3 no GPU, no PyTorch or no library."""
     arguments = sys.argv[1:] if arguments is None else arguments
