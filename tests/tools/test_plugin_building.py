@@ -85,12 +85,25 @@ def test_env_says_that_there_is_no_library(monkeypatch):
         (["--cuda", "--architectures", "ampere"], "--architectures ampere: expected numbers such as 80 or 90a"),
         (["--cuda", "--tensorrt-include", "/nowhere"], "there is no /nowhere/NvInferRuntime.h"),
         (["--cuda", "--tensorrt-include", "/x", "--tensorrt-headers", "pip"], "are given together"),
+        (["--cuda", "--architectures", ""], "--architectures : expected numbers such as 80 or 90a"),
         (["--out", "."], " is a folder; a file is expected"),
+        (["--no-cuda", "--out", f"{__file__}/x.so"], "test_plugin_building.py is a file"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message, monkeypatch):
     monkeypatch.setenv("CUDACXX", "/somewhere/nvcc")
     assert message in refusal("plugins", "build", *options)
+
+
+def test_a_device_or_pipe_is_not_replaced_by_the_library(compiled, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for place in (pipe, tmp_path / "link"):
+        told = f"{place} cannot be written: it is a device or pipe; a file is expected"
+        assert told in refusal("plugins", "build", "--no-cuda", "--out", place)
+    assert pipe.is_fifo()
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_missing_tools_are_told(monkeypatch):
