@@ -27,7 +27,7 @@ def test_a_gpu_that_onnxruntime_cannot_use_is_an_environment_fault(tiny_bundle, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--backend", "tensorrt"), "has no engines for TensorRT hint: build them: toprovar rebuild"),
+        (("--backend", "tensorrt"), "has no engines for TensorRT hint: build them: toprovar-export rebuild"),
         (("--backend", "tensorrt-rtx"), "has no engines for TensorRT-RTX"),
         (("--backend", "tensorrt", "--device", "cpu"), "runs on a GPU only; --device is cpu"),
         (("--backend", "tensorrt", "--operators", "body"), "runs what its engines were built from"),
