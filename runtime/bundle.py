@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import read_json
-from toprovar.runtime.manifest import ENGINES_FOLDER, MANIFEST_FILE, Manifest
+from toprovar.runtime.manifest import ENGINES_FOLDER, GRAPHS_FILE, MANIFEST_FILE, Manifest
 from toprovar.runtime.plan import Plan, load_plan, model_from_json
 from toprovar.runtime.signatures import check_signatures
 from toprovar.runtime.weights import WeightsFile
@@ -94,6 +94,11 @@ def open_bundle(folder: Path, verify: bool = True, engines: bool = True) -> Bund
             "make one:  toprovar-export demo -o out/bundle",
         )
     path = folder / MANIFEST_FILE
+    if not path.exists() and (folder / GRAPHS_FILE).is_file():
+        raise ToprovarError(
+            f"{folder} is no bundle: it holds graphs without weights ({GRAPHS_FILE})",
+            "export it with weights: leave --graphs-only out",
+        )
     if not path.exists():
         raise ToprovarError(
             f"{folder} is no bundle: it holds no {MANIFEST_FILE}", "make one:  toprovar-export demo -o out/bundle"

@@ -19,6 +19,7 @@ from toprovar.runtime.parts import Index, Part, Side
 from toprovar.runtime.plan import Backbone
 
 MANIFEST_FILE = "manifest.json"
+GRAPHS_FILE = "graphs.json"  # what a folder of graphs without weights has instead
 MAX_TENSOR_BYTES = 2**40
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}")
 ROWS = re.compile(r"([^\[\]]+)\[(0|[1-9]\d{0,9}):([1-9]\d{0,9})\]")

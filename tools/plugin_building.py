@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import importlib.util
 import os
 import re
@@ -87,7 +88,7 @@ def run_build(request: BuildRequest, quiet: bool = False) -> dict[str, Any]:
             raise EnvironmentFault(f"{tool} is not on the path", hint)
     started = time.perf_counter()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _only_build(target), _temporary_folder(target.parent) as folder:
+    with _only_build(target), _temporary_folder(target) as folder:
         include = request.tensorrt_include
         if request.tensorrt_from_pip:
             include = _headers_from_pip(folder)
@@ -176,8 +177,12 @@ def _only_build(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _temporary_folder(beside: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix=".build-", dir=beside))
+def _temporary_folder(target: Path) -> Iterator[Path]:
+    """A folder beside a target whose lock is held; those of builds that were killed are removed."""
+    prefix = f".build-{target.name[:64]}-"
+    for left in target.parent.glob(glob.escape(prefix) + "*"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
         yield folder
     finally:

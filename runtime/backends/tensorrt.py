@@ -196,7 +196,8 @@ class TensorRtBackend:
             raise ToprovarError(f"{path} cannot be read: {error.strerror}", "copy the bundle again") from None
         if hashlib.sha256(raw).hexdigest() != facts.sha256:
             raise ToprovarError(
-                f"{path} was changed: its sha256 differs from the manifest", "copy the bundle again, or build its engines again"
+                f"{path} was changed: its sha256 differs from the manifest",
+                "copy the bundle again, or build its engines again",
             )
         return raw
 

@@ -86,3 +86,15 @@ def test_the_environment_says_whether_a_gpu_can_be_used(monkeypatch, gpu, provid
     monkeypatch.setattr(environment, "_first_line", lambda command: gpu)
     monkeypatch.setattr(environment, "_installed", lambda package: bindings)
     assert environment.environment()["commands"]["run, bench --device cuda"].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "message"),
+    [
+        ("--device", "cda", "'cda' for '--device': expected cpu, cuda hint: did you mean cuda?"),
+        ("--operators", "Libary", "'Libary' for '--operators': expected auto, library, body hint: did you mean library?"),
+        ("--backend", "tensorrt_rtx", "onnxruntime, tensorrt, tensorrt-rtx hint: did you mean tensorrt-rtx?"),
+    ],
+)
+def test_a_word_that_is_no_choice_gets_the_nearest_one(option, given, message, tiny_bundle):
+    assert message in refusal("run", tiny_bundle, "-p", "red apple", option, given)

@@ -4,7 +4,17 @@ import numpy as np
 import onnxruntime
 import pytest
 from onnx import helper, parser
-from operator_cases import BODY_TOLERANCE, Case, all_cases, attention_case, gate_case, made, masked_case, model_of, norm_case
+from operator_cases import (
+    BODY_TOLERANCE,
+    Case,
+    all_cases,
+    attention_case,
+    gate_case,
+    made,
+    masked_case,
+    model_of,
+    norm_case,
+)
 
 from toprovar.plugins.functions import DOMAIN, OPSET, PLUGIN, functions
 
