@@ -21,7 +21,7 @@ struct AttentionProblem
     float const* mask;  // [R, S + N] added to the scores, or null; a key 1e4 below its row's largest is hidden
     void* o;            // [L, R, H, D]
     float* entropy;     // nats: [L, R], mean over heads, or [L, R, H] with entropyPerHead; null where none is asked for
-    int64_t L;          // queries
+    int64_t L;          // queries; at least 1, as R and H
     int64_t S;          // cached keys
     int64_t N;          // new keys; S + N >= 1
     int32_t R;          // rows
