@@ -133,7 +133,9 @@ def rotary_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v from the packed projection."""
     if qkv.dim() != 3 or heads < 1 or qkv.shape[2] % (3 * heads):
-        raise ValueError(f"RotaryHeads: qkv is {list(qkv.shape)}; expected [n, R, 3 times {heads} heads of an even width]")
+        raise ValueError(
+            f"RotaryHeads: qkv is {list(qkv.shape)}; expected [n, R, 3 times {heads} heads of an even width]"
+        )
     n, R, width = qkv.shape
     q, k, v = (qkv.new_empty((n, R, heads, width // 3 // heads)) for _ in range(3))
     return q, k, v

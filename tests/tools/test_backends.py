@@ -92,7 +92,11 @@ def test_the_environment_says_whether_a_gpu_can_be_used(monkeypatch, gpu, provid
     ("option", "given", "message"),
     [
         ("--device", "cda", "'cda' for '--device': expected cpu, cuda hint: did you mean cuda?"),
-        ("--operators", "libary", "'libary' for '--operators': expected auto, library, body hint: did you mean library?"),
+        (
+            "--operators",
+            "libary",
+            "'libary' for '--operators': expected auto, library, body hint: did you mean library",
+        ),
         ("--backend", "tensorrt_rtx", "onnxruntime, tensorrt, tensorrt-rtx hint: did you mean tensorrt-rtx?"),
     ],
 )
