@@ -239,14 +239,19 @@ def calibrate(
     alpha_max: Annotated[
         float | None, typer.Option("--alpha-max", min=0, max=1, help="Largest pruning probability; default 0.9.")
     ] = None,
-    beta: Annotated[float | None, typer.Option("--beta", min=0, help="Steepness of R; fitted if left out.")] = None,
+    beta: Annotated[
+        float | None, typer.Option("--beta", min=0, max=1e9, help="Steepness of R; fitted if left out.")
+    ] = None,
     global_layers: Annotated[
         int | None, typer.Option("--global-layers", min=1, help="Layers that stay dense; Otsu's split if left out.")
     ] = None,
     target_speedup: Annotated[
         float | None,
         typer.Option(
-            "--target-speedup", min=1, help="Choose D, layers and strength so that work (TLE) shrinks this much."
+            "--target-speedup",
+            min=1,
+            max=1e9,
+            help="Choose D, layers and strength so that work (TLE) shrinks this much.",
         ),
     ] = None,
     target_ssim: Annotated[
@@ -466,10 +471,12 @@ def profile(
     runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs; medians count.")] = 5,
     seed: Seed = 0,
     peak_tflops: Annotated[
-        float | None, typer.Option("--peak-tflops", min=0.001, help="Of the machine, for roofline times; TFLOP/s.")
+        float | None,
+        typer.Option("--peak-tflops", min=0.001, max=1e9, help="Of the machine, for roofline times; TFLOP/s."),
     ] = None,
     peak_gbps: Annotated[
-        float | None, typer.Option("--peak-gbps", min=0.001, help="Memory bandwidth, for roofline times; GB/s.")
+        float | None,
+        typer.Option("--peak-gbps", min=0.001, max=1e9, help="Memory bandwidth, for roofline times; GB/s."),
     ] = None,
     backend: BackendOption = Backend.onnxruntime,
     device: DeviceOption = None,

@@ -102,3 +102,10 @@ def test_the_environment_says_whether_a_gpu_can_be_used(monkeypatch, gpu, provid
 )
 def test_a_word_that_is_no_choice_gets_the_nearest_one(option, given, message, tiny_bundle):
     assert message in refusal("run", tiny_bundle, "-p", "red apple", option, given)
+
+
+def test_a_variant_that_is_almost_there_gets_its_name(tiny_bundle):
+    assert "has no variant plannd; it has dense, planned hint: did you mean planned?" in refusal(
+        "run", tiny_bundle, "-p", "red apple", "--plan", "plannd"
+    )
+    assert "hint: export it with --plan" in refusal("run", tiny_bundle, "-p", "red apple", "--plan", "skipped")

@@ -139,3 +139,10 @@ def test_a_trace_that_a_full_disk_cut_short_is_told(text, tmp_path):
     with pytest.raises(ToprovarError, match=r"did not write .*t\.json whole") as caught:
         aggregated(trace, {})
     assert "free some space" in caught.value.hint
+
+
+@pytest.mark.parametrize("option", ["--peak-tflops", "--peak-gbps"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e400", "0"])
+def test_a_peak_that_is_no_finite_positive_number_is_refused(option, value, tiny_bundle, tmp_path):
+    assert f"invalid value '{value}' for '{option}'" in refusal("profile", tiny_bundle, option, value, "-o", tmp_path)
+    assert list(tmp_path.iterdir()) == []
