@@ -214,7 +214,7 @@ class _TargetBuild:
                 raise
 
     def _others(self, graphs: set[str]) -> list[Finished]:
-        """Engines of other scales, which stay. Raises: ToprovarError if they were built otherwise."""
+        """Engines of other scales, which stay. Raises: ToprovarError if they were built otherwise, or are not whole."""
         engines = self.manifest.engines.get(self.target)
         if self.request.scale is None or engines is None:
             return []
@@ -227,7 +227,14 @@ class _TargetBuild:
                 f"{self.version} for {', '.join(self.capabilities)}, plugins {_short(self._plugin_digest())}",
                 "leave --scale out: all engines of a target are built alike",
             )
-        return [Finished(engine=engine, facts=self.manifest.files[engine.file]) for engine in kept]
+        others = [Finished(engine=engine, facts=self.manifest.files[engine.file]) for engine in kept]
+        for other in others:
+            if self.store.place(other) is None:
+                raise ToprovarError(
+                    f"{other.engine.file} of {self.folder}, which --scale leaves as it is, is missing or was changed",
+                    "leave --scale out: it is built again, and whole engines are kept",
+                )
+        return others
 
     def _plugin_digest(self) -> str | None:
         return self.plugins.digest if self.plugins else None

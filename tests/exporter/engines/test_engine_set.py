@@ -151,6 +151,20 @@ def test_a_flipped_bit_is_caught_and_mended(bundle):
     open_bundle(bundle)
 
 
+def test_a_build_of_one_scale_never_passes_on_a_broken_engine_of_another(bundle):
+    build_engines(bundle, request(scale=4))
+    path = bundle / engines_of(bundle)[0].file
+    build_engines(bundle, request(scale=5))
+    before = (bundle / "manifest.json").read_bytes()
+    path.unlink()
+    with pytest.raises(
+        ToprovarError, match=f"{path.name} of .*, which --scale leaves as it is, is missing or"
+    ) as caught:
+        build_engines(bundle, request(scale=5))
+    assert "leave --scale out" in caught.value.hint
+    assert (bundle / "manifest.json").read_bytes() == before
+
+
 def test_two_builds_at_once_are_one_clear_message(bundle):
     with alone_with(bundle), pytest.raises(ToprovarError, match="are being built by another process"):
         build_engines(bundle, request())
