@@ -14,7 +14,8 @@ pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]
 
 from toprovar.runtime.errors import ToprovarError
 from toprovar.tools import parity_file
-from toprovar.tools.parity import KINDS, TOLERANCES, Report, app, compare_array, compare_file
+from toprovar.tools.parity import app, compare_file
+from toprovar.tools.parity_report import KINDS, TOLERANCES, Report, compare_array
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT.parent / "shared" / "fixtures"
