@@ -71,7 +71,6 @@ def test_smooth_run_is_fed_its_recorded_maps(tmp_path: Path) -> None:
 
 
 def test_bad_files_are_refused(file: Path) -> None:
-    assert "has no exported graphs yet; found --backend onnxruntime" in refusal(file, "--backend", "onnxruntime")
     assert "has no run soft; it has hard" in refusal(file, "--run", "soft")
     assert "holds no run" in refusal(changed(file, hard__text=None))
     assert "has no array hard/idx/0" in refusal(changed(file, hard__idx__0=None))
