@@ -318,6 +318,8 @@ def _compare_run(file: ParityFile, run: HartRun, backend: str, seen: Arrays) -> 
             rows.append(Row(backend, run.name, name, "not seen", note=SMOOTH_NOTE))
         elif name in seen:
             row = compare_array(backend, run.name, name, seen[name], expected, KINDS)
+            if kind == "idx" and row.verdict == "pass":
+                row = Row(backend, run.name, name, "forced", note="fed in through the noise")
             rows.append(replace(row, note=row.note or note))
         else:
             known = any(pattern.fullmatch(name) for pattern, _ in KINDS)

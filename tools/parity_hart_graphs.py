@@ -42,6 +42,7 @@ def observe_onnxruntime(model: Hart, quantizer: Quantizer, run: HartRun) -> Arra
         text_tokens=T,
         images=B,
         residual=has_residual,
+        top_p=run.top_p,
         watched={"raw", "logits", "next", "diff/z", "diff/out", *(f"block{i}" for i in range(config.depth))},
     )
     valid = np.zeros((2 * B, T), np.float32)

@@ -17,7 +17,7 @@ from toprovar.exporter.graph_builder import GraphBuilder
 from toprovar.exporter.hart.config import HartConfig
 from toprovar.exporter.hart.quantizer import RESIDUAL_SHARE, smoothing_index
 from toprovar.exporter.hart.residual import RESIDUAL_FACTOR, STEPS, diffusion_tables
-from toprovar.exporter.hart.sampling import SMALLEST_NOISE
+from toprovar.exporter.hart.sampling import SMALLEST_NOISE, smooth_temperature
 from toprovar.exporter.resize_matrices import resize_pair
 from toprovar.exporter.weights_file import WeightsLayout
 
@@ -31,6 +31,9 @@ class HartGraphs:
 
     sides:       of the square maps
     top_k:       candidates per scale; 0 keeps all
+    top_p:       0 keeps all
+    smooth:      feeds on means of codes instead of single codes
+    residual:    the last step has the residual head
     text_tokens: T of every prompt
     guided:      2B rows, conditional ones first; else B
     watched:     intermediate values to add as outputs, named as in the parity files ("block0", "raw", "diff/z", ...)
@@ -44,6 +47,8 @@ class HartGraphs:
     images: int = 1
     guided: bool = True
     residual: bool = True
+    top_p: float = 0.0
+    smooth: bool = False
     watched: Collection[str] = ()
 
     @property
@@ -86,9 +91,9 @@ def step_graph(graphs: HartGraphs, scale: int) -> GraphBuilder:
     """One scale; the first runs the text, the last the residual head behind its map.
 
     Inputs:  embedded [T, R, C] at scale 0, else latent [B, d, H, H]; modulation [1, R, C]; head_modulation [2, R, C];
-             cos, sin [L, R, 1, D]; noise [n*n, B, V] uniform in [0, 1); guidance [1], the scale's t; k_past_##,
-             v_past_## [S, R, heads, D]; at the last scale residual_start [n*n, B, d] and residual_noise
-             [STEPS - 1, n*n, B, d], standard normal
+             cos, sin [L, R, 1, D]; noise, for the smooth variant smooth_noise [n*n, B, V] uniform in [0, 1);
+             guidance [1], the scale's t; k_past_##, v_past_## [S, R, heads, D]; at the last scale residual_start
+             [n*n, B, d] and residual_noise [STEPS - 1, n*n, B, d], standard normal
     Outputs: indices [n*n, B] int32, latent_next [B, d, H, H], before the last scale k_new_##, v_new_## [L, R, heads, D]
     """
     return _Step(graphs, scale).build()
@@ -123,11 +128,13 @@ class _Step:
         for layer in range(self.config.depth):
             x = self._block(layer, x)
             self._watch(f"block{layer}", x, (L, R, C))
-        indices = self._draw(x, head, noise)  # [N, B] int64
+        masked = self._masked_logits(x, head)
+        indices = g.ArgMax(g.Add(masked, self._gumbel(noise)), axis=2, keepdims=0)  # [N, B] int64
         g.output(g.Cast(indices, to=ir.DataType.INT32.value), "indices", (self.N, B), "I32")
-        tokens = g.Gather(g.weight("codebook"), indices, axis=0)  # [N, B, d]
+        codes = g.Gather(g.weight("codebook"), indices, axis=0)  # [N, B, d]
+        tokens = self._soft(masked) if self.graphs.smooth else codes
         if self.is_last and self.graphs.residual:
-            tokens = g.Add(tokens, self._residual(x, tokens))
+            tokens = g.Add(tokens, self._residual(x, codes))
         grid = g.reshape(g.Transpose(tokens, perm=[1, 2, 0]), (*latent_shape[:2], self.side, self.side))
         if not self.is_last:
             grid = self._smoothed(g.resize(grid, *resize_pair("bicubic", (self.side,) * 2, (self.last_side,) * 2)))
@@ -206,8 +213,8 @@ class _Step:
         first, second = g.split(x, 3, [half, half])
         return g.Add(g.Mul(x, self.cos), g.Mul(g.Concat(g.Neg(second), first, axis=3), self.sin))
 
-    def _draw(self, x: ir.Value, head: ir.Value, noise: ir.Value) -> ir.Value:
-        """Head, guidance, top-k, Gumbel. Returns: [N, B] int64."""
+    def _masked_logits(self, x: ir.Value, head: ir.Value) -> ir.Value:
+        """Head, guidance, top-k, top-p. Returns: [N, B, V]."""
         g, V = self.g, self.config.vocabulary
         scale, shift = g.split(head, 0, [1, 1])
         raw = g.linear(self._modulated(x, "head_norm", scale, shift), "head", "head_bias")  # [L, R, V]
@@ -219,8 +226,30 @@ class _Step:
             values, _ = g.TopK(logits, [top_k], outputs=2, axis=-1)
             smallest = g.Slice(values, [top_k - 1], [top_k], [2])
             logits = g.Where(g.Less(logits, smallest), MASKED, logits)
-        uniform = g.Max(noise, np.float32(SMALLEST_NOISE))
-        return g.ArgMax(g.Sub(logits, g.Log(g.Neg(g.Log(uniform)))), axis=2, keepdims=0)
+        if self.graphs.top_p > 0:
+            logits = g.Where(g.Less(logits, self._smallest_of_top_p(logits)), MASKED, logits)
+        return logits
+
+    def _smallest_of_top_p(self, logits: ir.Value) -> ir.Value:
+        """The least logit that top-p keeps: chances from it downwards sum to more than 1 - p. Returns: [N, B, 1]."""
+        g, V = self.g, self.config.vocabulary
+        values, _ = g.TopK(logits, [V], outputs=2, axis=-1)  # descending
+        below = g.CumSum(g.Softmax(values, axis=-1), np.int64(2), reverse=1)
+        kept = g.Greater(below, np.float32(1 - self.graphs.top_p))
+        smallest = g.ReduceMin(g.Where(kept, values, -MASKED), [2], keepdims=1)
+        return g.Min(smallest, g.Slice(values, [0], [1], [2]))  # the largest always stays
+
+    def _gumbel(self, noise: ir.Value) -> ir.Value:
+        g = self.g
+        return g.Neg(g.Log(g.Neg(g.Log(g.Max(noise, np.float32(SMALLEST_NOISE))))))
+
+    def _soft(self, masked: ir.Value) -> ir.Value:
+        """The smooth variant's tokens, means of codes. Returns: [N, B, d]."""
+        g, place = self.g, self.scale / (len(self.sides) - 1)
+        noise = g.input("smooth_noise", (self.N, self.B, self.config.vocabulary))
+        sharpened = g.Add(g.Mul(masked, np.float32(1 + place)), self._gumbel(noise))
+        weights = g.Softmax(g.Div(sharpened, np.float32(smooth_temperature(place))), axis=-1)
+        return g.MatMul(weights, g.weight("codebook"))
 
     def _smoothed(self, grid: ir.Value) -> ir.Value:
         g, name = self.g, f"smoothing.{smoothing_index(self.scale, len(self.sides))}"

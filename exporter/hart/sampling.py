@@ -40,11 +40,15 @@ def draw_indices(masked_logits: Tensor, noise: Tensor) -> Tensor:
     return (masked_logits + gumbel(noise)).argmax(dim=-1)
 
 
+def smooth_temperature(place: float) -> float:
+    """Of the smooth variant, at a scale's place in 0..1."""
+    return max(0.27 * (1 - 0.95 * place), 0.005)
+
+
 def soft_embeddings(masked_logits: Tensor, noise: Tensor, codebook: Tensor, place: float) -> Tensor:
     """The smooth variant's token: a mean of codes, ever closer to a single one.
 
     masked_logits, noise: [B, L, V]; codebook: [V, d]; place: of the scale, in 0..1. Returns: [B, L, d].
     """
-    temperature = max(0.27 * (1 - 0.95 * place), 0.005)
-    weights = ((masked_logits * (1 + place) + gumbel(noise)) / temperature).softmax(dim=-1)
+    weights = ((masked_logits * (1 + place) + gumbel(noise)) / smooth_temperature(place)).softmax(dim=-1)
     return weights @ codebook
