@@ -111,9 +111,23 @@ def _diffusion_arrays(file: ParityFile) -> Arrays:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+INPUTS = ("text", "mask", "position_ids")
+
+
 def _present(file: ParityFile) -> list[str]:
-    """Runs are what has a text of its own."""
-    return [name.removesuffix("/text") for name in file.shapes if name.endswith("/text") and name[:2] != "w/"]
+    """Runs are what has indices, or a text of its own."""
+    ends = ("/idx/0", "/text")
+    found = [name.removesuffix(end) for name in file.shapes for end in ends if name.endswith(end) and name[:2] != "w/"]
+    return list(dict.fromkeys(found))
+
+
+def _input_name(file: ParityFile, run: str, key: str) -> str:
+    """Where an input of the run lies: under its own name, or that of the only other run that has one."""
+    own = f"{run}/{key}"
+    if own in file.shapes:
+        return own
+    others = [name for name in file.shapes if name.endswith(f"/{key}") and name[:2] != "w/"]
+    return others[0] if len(others) == 1 else own
 
 
 def runs_in(file: ParityFile, asked: list[str] | None) -> list[str]:
@@ -123,7 +137,7 @@ def runs_in(file: ParityFile, asked: list[str] | None) -> list[str]:
     """
     present = _present(file)
     if not present:
-        raise ToprovarError(f"{file.path} holds no run: no array is named <run>/text", MAKE_AGAIN)
+        raise ToprovarError(f"{file.path} holds no run: no array is named <run>/idx/0 or <run>/text", MAKE_AGAIN)
     for name in asked or []:
         if name not in present:
             raise ToprovarError(f"{file.path} has no run {name}; it has {', '.join(present)}", "pass one of them")
@@ -138,9 +152,9 @@ def read_run(file: ParityFile, name: str, config: HartConfig) -> HartRun:
     own = file.meta.get(name)
     settings: dict[str, Any] = {**file.meta, **(own if isinstance(own, dict) else {})}
     sides = _sides(file, settings.get("patch_nums"))
-    text = _array(file, f"{name}/text", (None, None, config.text_width))
+    text = _array(file, _input_name(file, name, "text"), (None, None, config.text_width))
     B, T, _ = text.shape
-    mask = _array(file, f"{name}/mask", (B, T)).astype(bool)
+    mask = _array(file, _input_name(file, name, "mask"), (B, T)).astype(bool)
     if not mask.any(axis=1).all():
         raise ToprovarError(f"{file.path}: array {name}/mask has a prompt without a token of its own", MAKE_AGAIN)
     ran = sum(f"{name}/idx/{scale}" in file.shapes for scale in range(len(sides)))
@@ -148,7 +162,6 @@ def read_run(file: ParityFile, name: str, config: HartConfig) -> HartRun:
         raise ToprovarError(f"{file.path} has no array {name}/idx/0, the first indices of the run", MAKE_AGAIN)
     indices = [_indices(file, f"{name}/idx/{scale}", (B, sides[scale] ** 2), config.vocabulary) for scale in range(ran)]
     smooth = bool(settings.get("more_smooth", settings.get("smooth", name.startswith("smooth"))))
-    inputs = {"text", "mask", "position_ids"}
     start, steps = None, None
     noises = sorted((n for n in file.names(name) if re.fullmatch(r"diff/noise/\d+", n)), key=lambda n: int(n[11:]))
     if noises and ran == len(sides):
@@ -174,12 +187,12 @@ def read_run(file: ParityFile, name: str, config: HartConfig) -> HartRun:
         smooth=smooth,
         text=text,
         mask=mask,
-        positions=_array(file, f"{name}/position_ids", (B, T)).astype(np.int64),
+        positions=_array(file, _input_name(file, name, "position_ids"), (B, T)).astype(np.int64),
         indices=indices,
         start=start,
         steps=steps,
         maps=maps,
-        recorded=[array for array in file.names(name) if array not in inputs and array not in noises],
+        recorded=[array for array in file.names(name) if array not in INPUTS and array not in noises],
     )
 
 

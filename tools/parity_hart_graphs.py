@@ -32,8 +32,9 @@ def observe_onnxruntime(model: Hart, quantizer: Quantizer, run: HartRun) -> Arra
     B, T, _ = run.text.shape
     scales, config = len(run.sides), model.config
     sampling = Sampling(run.cfg, top_p=run.top_p)
-    has_residual = run.start is not None and run.steps is not None and len(run.steps) == STEPS
-    weights = hart_weights(model, quantizer, scales)
+    has_residual = run.start is not None and run.steps is not None
+    steps = len(run.steps) if run.steps is not None else STEPS
+    weights = hart_weights(model, quantizer, scales, steps)
     graphs = HartGraphs(
         config=config,
         layout=weights_layout(weights),
@@ -43,6 +44,7 @@ def observe_onnxruntime(model: Hart, quantizer: Quantizer, run: HartRun) -> Arra
         images=B,
         residual=has_residual,
         top_p=run.top_p,
+        steps=steps,
         watched={"raw", "logits", "next", "diff/z", "diff/out", *(f"block{i}" for i in range(config.depth))},
     )
     valid = np.zeros((2 * B, T), np.float32)

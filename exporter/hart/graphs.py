@@ -33,7 +33,7 @@ class HartGraphs:
     top_k:       candidates per scale; 0 keeps all
     top_p:       0 keeps all
     smooth:      feeds on means of codes instead of single codes
-    residual:    the last step has the residual head
+    residual:    the last step has the residual head, of `steps` reverse steps
     text_tokens: T of every prompt
     guided:      2B rows, conditional ones first; else B
     watched:     intermediate values to add as outputs, named as in the parity files ("block0", "raw", "diff/z", ...)
@@ -49,6 +49,7 @@ class HartGraphs:
     residual: bool = True
     top_p: float = 0.0
     smooth: bool = False
+    steps: int = STEPS
     watched: Collection[str] = ()
 
     @property
@@ -93,7 +94,7 @@ def step_graph(graphs: HartGraphs, scale: int) -> GraphBuilder:
     Inputs:  embedded [T, R, C] at scale 0, else latent [B, d, H, H]; modulation [1, R, C]; head_modulation [2, R, C];
              cos, sin [L, R, 1, D]; noise, for the smooth variant smooth_noise [n*n, B, V] uniform in [0, 1);
              guidance [1], the scale's t; k_past_##, v_past_## [S, R, heads, D]; at the last scale residual_start
-             [n*n, B, d] and residual_noise [STEPS - 1, n*n, B, d], standard normal
+             [n*n, B, d] and residual_noise [steps - 1, n*n, B, d], standard normal
     Outputs: indices [n*n, B] int32, latent_next [B, d, H, H], before the last scale k_new_##, v_new_## [L, R, heads, D]
     """
     return _Step(graphs, scale).build()
@@ -270,10 +271,10 @@ class _Step:
         self._watch("diff/z", z, (N, self.R, self.config.width))
         condition = g.linear(z, "residual.cond", "residual.cond_bias")  # [N, R, W]
         state = g.input("residual_start", (N, B, d))
-        noise = g.input("residual_noise", (STEPS - 1, N, B, d))
-        noises = g.split(noise, 0, [1] * (STEPS - 1))
-        tables = diffusion_tables()
-        for used, step in enumerate(reversed(range(STEPS))):
+        steps = self.graphs.steps
+        noises = g.split(g.input("residual_noise", (steps - 1, N, B, d)), 0, [1] * (steps - 1))
+        tables = diffusion_tables(steps)
+        for used, step in enumerate(reversed(range(steps))):
             y = _silu(g, g.Add(condition, g.weight("residual.times", (step, step + 1))))
             out = self._network(self._both(state), y)  # [N, R, 2d]
             predicted, variance = g.split(out, 2, [d, d])

@@ -16,8 +16,11 @@ from toprovar.exporter.weights_file import WeightsLayout, WeightSpec, layout_wei
 Thunks = dict[str, Callable[[], Tensor]]
 
 
-def hart_weights(model: Hart, quantizer: Quantizer, scales: int) -> Thunks:
-    """Names and lazily computed fp32 tensors of everything that the graphs of `scales` scales read."""
+def hart_weights(model: Hart, quantizer: Quantizer, scales: int, steps: int = STEPS) -> Thunks:
+    """Names and lazily computed fp32 tensors of everything that the graphs of `scales` scales read.
+
+    steps: reverse steps of the residual head
+    """
     weights: Thunks = {}
 
     def linear(name: str, layer: nn.Module) -> None:
@@ -54,7 +57,8 @@ def hart_weights(model: Hart, quantizer: Quantizer, scales: int) -> Thunks:
         linear(f"{p}.up", block.ffn.up_proj)
         linear(f"{p}.down", block.ffn.down_proj)
     net = model.diffloss.net
-    vector("residual.times", lambda: net.time_embed(torch.from_numpy(diffusion_tables(STEPS).times)))
+    times = torch.from_numpy(diffusion_tables(steps).times)
+    vector("residual.times", lambda: net.time_embed(times.to(net.cond_embed.weight.device)))
     linear("residual.cond", net.cond_embed)
     linear("residual.input", net.input_proj)
     for j, block in enumerate(net.res_blocks):

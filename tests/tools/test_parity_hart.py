@@ -72,9 +72,29 @@ def test_smooth_run_is_fed_its_recorded_maps(tmp_path: Path) -> None:
         assert verdicts["raw/2"] == verdicts["diff/out"] == "pass"
 
 
+def test_runs_of_one_prompt_may_share_its_text(file: Path) -> None:
+    with np.load(file) as archive:
+        second = {
+            name.replace("hard/", "other__").replace("/", "__"): array
+            for name, array in archive.items()
+            if name.startswith("hard/") and name not in ("hard/text", "hard/mask", "hard/position_ids")
+        }
+    report = compare_file(changed(file, **second))
+    assert report.passed
+    assert report.compared == 2 * 35
+
+
+def test_other_numbers_of_diffusion_steps_are_read_off_the_noise(tmp_path: Path) -> None:
+    run = reference.run_case(reference.Case(steps=4, seed=8))
+    report = compare_file(reference.write_fixture(run, tmp_path / "four.npz"))
+    assert report.passed
+    assert report.compared == 35
+
+
 def test_bad_files_are_refused(file: Path) -> None:
     assert "has no run soft; it has hard" in refusal(file, "--run", "soft")
-    assert "holds no run" in refusal(changed(file, hard__text=None))
+    assert "has no array hard/text" in refusal(changed(file, hard__text=None))
+    assert "holds no run" in refusal(changed(file, hard__text=None, hard__idx__0=None))
     assert "has no array hard/idx/0" in refusal(changed(file, hard__idx__0=None))
     assert "has no array hard/position_ids" in refusal(changed(file, hard__position_ids=None))
     assert "meta.patch_nums is None" in refusal(changed(file, meta=np.array('{"cfg": 1}')))
