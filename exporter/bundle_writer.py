@@ -25,6 +25,7 @@ from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.json_files import write_json
 from toprovar.runtime.manifest import (
     COMPUTE_DTYPES,
+    GRAPHS_FILE,
     MANIFEST_FILE,
     FileFacts,
     Graph,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from toprovar.exporter.model import Model
 
 PLAN_FILE = "plan.json"
-GRAPHS_FILE = "graphs.json"
 VOCABULARY_FILE = "vocabulary.json"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -156,6 +157,7 @@ def load(path: Path) -> ctypes.CDLL:
 
     Raises: EnvironmentFault if it cannot be loaded, or is a library of something else.
     """
+    _check_whole(path)
     try:
         native = ctypes.CDLL(str(path))
     except OSError as error:
@@ -168,6 +170,28 @@ def load(path: Path) -> ctypes.CDLL:
     native.toprovarOperatorName.restype = ctypes.c_char_p
     native.toprovarOperatorName.argtypes = [ctypes.c_int32]
     return native
+
+
+def _check_whole(path: Path) -> None:
+    """Refuses an ELF file that ends before its table of sections, which linkers put last: loading one that is cut
+    short kills the process with SIGBUS. What is no ELF file is left to the loader.
+
+    Raises: EnvironmentFault if it is cut short.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return  # the loader says why
+    if head[:6] != b"\x7fELF\x02\x01" or len(head) < 64:  # 64 bits, little-endian
+        return
+    start, entry_bytes, entries = *struct.unpack_from("<Q", head, 40), *struct.unpack_from("<HH", head, 58)
+    if size < start + entry_bytes * entries:
+        raise EnvironmentFault(
+            f"{path} is cut short: {size} bytes, {start + entry_bytes * entries} expected",
+            BUILD_HINT.replace("build it", "build it again"),
+        )
 
 
 def _words(text: bytes) -> tuple[str, ...]:

@@ -38,29 +38,44 @@ def _operator(kind: str) -> Callable[[Callable[..., Any]], Any]:
         signature = inspect.signature(outputs)
 
         @wraps(outputs)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            _check(kind, signature.bind(*args, **kwargs).arguments)
+            return outputs(*args, **kwargs)
+
+        @wraps(outputs)
         def run(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             tensors = {name: value for name, value in bound.arguments.items() if isinstance(value, Tensor)}
             attributes = {name: value for name, value in bound.arguments.items() if name not in tensors}
-            made = outputs(**bound.arguments)
+            made = checked(**bound.arguments)
             _run(kind, tensors, made if isinstance(made, tuple) else (made,), attributes)
             return made
 
         operator = torch.library.custom_op(f"toprovar::{outputs.__name__}", run, mutates_args=())
-        operator.register_fake(outputs)
+        operator.register_fake(checked)
         return operator
 
     return bind
 
 
-def _run(kind: str, tensors: dict[str, Tensor], outputs: tuple[Tensor, ...], attributes: dict[str, Any]) -> None:
+def _check(kind: str, arguments: dict[str, Any]) -> None:
+    """What outputs are made from, and what the library is never shown. Raises: ValueError."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"{kind}: {name} is on {tensor.device}; expected {device}")
-        if tensor.dtype not in ONNX_TYPES:
-            raise ValueError(f"{kind}: {name} is {tensor.dtype}; expected one of {', '.join(map(str, ONNX_TYPES))}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{kind}: {name} is {tensor.layout}; expected torch.strided")
+    for name, value in arguments.items():
+        dtype = value.dtype if name in tensors else value
+        if isinstance(dtype, torch.dtype) and dtype not in ONNX_TYPES:
+            raise ValueError(f"{kind}: {name} is {dtype}; expected one of {', '.join(map(str, ONNX_TYPES))}")
+
+
+def _run(kind: str, tensors: dict[str, Tensor], outputs: tuple[Tensor, ...], attributes: dict[str, Any]) -> None:
+    device = next(iter(tensors.values())).device
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"{kind}: tensors are on {device}; expected cpu or cuda")
     dense = [tensor.contiguous() for tensor in tensors.values()]  # kept alive until the launch
@@ -101,6 +116,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 @_operator("TokenGate")
 def token_gate(score: Tensor, count: int) -> Tensor:
     """Positions of the `count` lowest scores of every row, ascending."""
+    if not 0 <= count <= (score.shape[-1] if score.dim() else 0):
+        raise ValueError(f"TokenGate: count is {count}; expected 0 to the last extent of {list(score.shape)}")
     return score.new_empty((*score.shape[:-1], count), dtype=torch.int64)
 
 
@@ -115,6 +132,10 @@ def rotary_heads(
     qkv: Tensor, bias: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v from the packed projection."""
+    if qkv.dim() != 3 or heads < 1 or qkv.shape[2] % (3 * heads):
+        raise ValueError(
+            f"RotaryHeads: qkv is {list(qkv.shape)}; expected [n, R, 3 times {heads} heads of an even width]"
+        )
     n, R, width = qkv.shape
     q, k, v = (qkv.new_empty((n, R, heads, width // 3 // heads)) for _ in range(3))
     return q, k, v

@@ -12,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import read_json
-from toprovar.runtime.manifest import ENGINES_FOLDER, MANIFEST_FILE, Manifest
+from toprovar.runtime.manifest import ENGINES_FOLDER, GRAPHS_FILE, MANIFEST_FILE, Manifest
 from toprovar.runtime.plan import Plan, load_plan, model_from_json
 from toprovar.runtime.signatures import check_signatures
+from toprovar.runtime.weights import WeightsFile
 
 
 def sha256_of(path: Path) -> str:
@@ -93,6 +94,11 @@ def open_bundle(folder: Path, verify: bool = True, engines: bool = True) -> Bund
             "make one:  toprovar-export demo -o out/bundle",
         )
     path = folder / MANIFEST_FILE
+    if not path.exists() and (folder / GRAPHS_FILE).is_file():
+        raise ToprovarError(
+            f"{folder} is no bundle: it holds graphs without weights ({GRAPHS_FILE})",
+            "export it with weights: leave --graphs-only out",
+        )
     if not path.exists():
         raise ToprovarError(
             f"{folder} is no bundle: it holds no {MANIFEST_FILE}", "make one:  toprovar-export demo -o out/bundle"
@@ -107,17 +113,41 @@ def open_bundle(folder: Path, verify: bool = True, engines: bool = True) -> Bund
         if is_engine and not engines:
             continue
         hint = "copy the bundle again, or export it again"
+        missing_hint = "copy the whole folder again"
         if is_engine:
-            hint = f"build it again:  toprovar-export rebuild {shlex.quote(str(folder))} --target {name.split('/')[1]}"
+            hint = f"build it again:  {rebuild_command(folder, name.split('/')[1])}"
+            missing_hint += f", or {hint}"
         file = folder / name
         if not file.is_file():
-            raise ToprovarError(
-                f"bundle {folder} lacks {name}, which its manifest names", "copy the whole folder again"
-            )
+            raise ToprovarError(f"bundle {folder} lacks {name}, which its manifest names", missing_hint)
         size = file.stat().st_size
         if size != facts.size_bytes:
             kind = "cut short" if size < facts.size_bytes else "longer than it was"
             raise ToprovarError(f"{file} is {kind}: {size} bytes, {facts.size_bytes} expected", hint)
         if verify and sha256_of(file) != facts.sha256:
             raise ToprovarError(f"{file} was changed: its sha256 differs from the manifest", hint)
+    if engines:
+        _check_weights_of_engines(folder, manifest)
     return Bundle(folder, manifest, sha256_of(path))
+
+
+def rebuild_command(folder: Path, target: str) -> str:
+    """What a user types to build the engines of a bundle again."""
+    return f"toprovar-export rebuild {shlex.quote(str(folder))} --target {target}"
+
+
+def _check_weights_of_engines(folder: Path, manifest: Manifest) -> None:
+    """Raises: ToprovarError naming the first weight input of an engine that the weights file does not hold."""
+    if not manifest.engines:
+        return
+    weights = WeightsFile(folder / manifest.weights_file)
+    for target, engines in manifest.engines.items():
+        for engine in engines.engines:
+            for name in engine.weights:
+                try:
+                    weights.rows(name)
+                except ToprovarError as error:
+                    raise ToprovarError(
+                        f"{engine.file} of bundle {folder} takes {name} as a weight; {error.message}",
+                        f"build it again:  {rebuild_command(folder, target)}",
+                    ) from None

@@ -118,11 +118,22 @@ def check_folder(folder: Path) -> None:
         raise ToprovarError(f"{shown} cannot be written: {error.strerror}", hint) from None
 
 
+def check_replaceable(path: Path) -> None:
+    """Refuses what must not be replaced by a file: a folder, a device, a pipe, also behind a symbolic link.
+
+    Raises: ToprovarError naming what is there.
+    """
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "device or pipe"
+        raise ToprovarError(f"{path} cannot be written: it is a {kind}; a file is expected", "name a file with --out")
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes under a temporary name and renames: the file is complete or absent.
 
     Raises: ToprovarError if the place cannot be written.
     """
+    check_replaceable(path)
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from toprovar.runtime.parts import Index, Part, Side
 from toprovar.runtime.plan import Backbone
 
 MANIFEST_FILE = "manifest.json"
+GRAPHS_FILE = "graphs.json"  # what a folder of graphs without weights has instead
 MAX_TENSOR_BYTES = 2**40
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}")
 ROWS = re.compile(r"([^\[\]]+)\[(0|[1-9]\d{0,9}):([1-9]\d{0,9})\]")
@@ -74,7 +75,7 @@ def tensor_rows(name: str) -> tuple[str, tuple[int, int] | None]:
 
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-LayerCounts = dict[str, Annotated[int, Field(ge=1)]]
+LayerCounts = dict[str, Annotated[int, Field(ge=1, le=2**31 - 1)]]
 
 
 class FileFacts(Part):
@@ -190,7 +191,7 @@ class EngineSet(Part):
     """
 
     target: EngineTarget
-    builder_version: Annotated[str, Field(pattern=r"^\d+(\.\d+){1,3}$")]
+    builder_version: Annotated[str, Field(pattern=r"^\d{1,9}(\.\d{1,9}){1,3}$")]
     compute_capabilities: Annotated[
         tuple[Annotated[str, Field(pattern=r"^\d{1,2}\.\d$")], ...], Field(min_length=1, max_length=16)
     ]

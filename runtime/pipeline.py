@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,9 +108,10 @@ class Pipeline:
     def steps(self, variant: str) -> tuple[Step, ...]:
         """Raises: ToprovarError if the bundle has no such variant."""
         if variant not in self.manifest.variants:
+            nearest = get_close_matches(variant, self.manifest.variants, 1)
             raise ToprovarError(
                 f"bundle {self.bundle.folder} has no variant {variant}; it has {', '.join(self.manifest.variants)}",
-                "export it with --plan to get a planned variant",
+                f"did you mean {nearest[0]}?" if nearest else "export it with --plan to get a planned variant",
             )
         return self.manifest.variants[variant]
 

@@ -399,7 +399,7 @@ def model_from_json(kind: type[Model], value: Any, what: str) -> Model:
         first = error.errors()[0]
         place = _shortened(".".join(str(part) for part in first["loc"]) or "document")
         raise ToprovarError(
-            f"{what}: {place}: {first['msg'].lower()} (found {_shortened(repr(first['input']))})",
+            f"{what}: {place}: {first['msg'][:1].lower()}{first['msg'][1:]} (found {_shortened(repr(first['input']))})",
             "make the file again; it is not meant to be edited by hand",
         ) from None
 

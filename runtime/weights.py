@@ -36,6 +36,8 @@ class WeightsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.stat().st_size == 0:
+            raise self._fault("it is empty")  # which cannot be mapped
         self._bytes = np.memmap(path, np.uint8, "r")
         self.tensors = self._read()
 

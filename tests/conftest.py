@@ -20,6 +20,11 @@ WORDS = ["<pad>", "<unk>", "<end>", "red", "green", "apple", "dog", "house", "on
 GUIDANCE = Guidance(cfg=(2.5,) * len(SCHEDULE), tau=(0.8,) * len(SCHEDULE))
 
 
+def pytest_collection_modifyitems(items):
+    """The commands first: their files take minutes, and two processes end together only if those don't come last."""
+    items.sort(key=lambda item: "tests/tools/" not in item.nodeid.replace("\\", "/"))
+
+
 def tiny_model(seed: int = 0, **changes):
     """An Infinity of 4 layers, width 32, with tokenizer and word encoder; weights large enough to make bits differ."""
     import torch

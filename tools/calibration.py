@@ -171,7 +171,7 @@ def read_calibration(folder: Path, model: Model, further: Collection[str] = ()) 
     if not index.exists():
         raise ToprovarError(
             f"{folder} holds no statistics; expected stats/index.json",
-            f"make them:  toprovar calibrate {model.name} -o {folder} --limit 12",
+            f"make them:  toprovar calibrate {console.quoted(model.name)} -o {console.quoted(folder)} --limit 12",
         )
     facts = read_json(index)
     expected = {
@@ -183,7 +183,7 @@ def read_calibration(folder: Path, model: Model, further: Collection[str] = ()) 
         if facts["model"][name] != value:
             raise ToprovarError(
                 f"{index} was measured with another {name}: found {facts['model'][name]}, expected {value}",
-                f"calibrate again:  toprovar calibrate {model.name} -o {folder}",
+                f"calibrate again:  toprovar calibrate {console.quoted(model.name)} -o {console.quoted(folder)}",
             )
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(folder / "stats", Path(copy) / "stats")

@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -238,14 +239,19 @@ def calibrate(
     alpha_max: Annotated[
         float | None, typer.Option("--alpha-max", min=0, max=1, help="Largest pruning probability; default 0.9.")
     ] = None,
-    beta: Annotated[float | None, typer.Option("--beta", min=0, help="Steepness of R; fitted if left out.")] = None,
+    beta: Annotated[
+        float | None, typer.Option("--beta", min=0, max=1e9, help="Steepness of R; fitted if left out.")
+    ] = None,
     global_layers: Annotated[
         int | None, typer.Option("--global-layers", min=1, help="Layers that stay dense; Otsu's split if left out.")
     ] = None,
     target_speedup: Annotated[
         float | None,
         typer.Option(
-            "--target-speedup", min=1, help="Choose D, layers and strength so that work (TLE) shrinks this much."
+            "--target-speedup",
+            min=1,
+            max=1e9,
+            help="Choose D, layers and strength so that work (TLE) shrinks this much.",
         ),
     ] = None,
     target_ssim: Annotated[
@@ -465,10 +471,12 @@ def profile(
     runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs; medians count.")] = 5,
     seed: Seed = 0,
     peak_tflops: Annotated[
-        float | None, typer.Option("--peak-tflops", min=0.001, help="Of the machine, for roofline times; TFLOP/s.")
+        float | None,
+        typer.Option("--peak-tflops", min=0.001, max=1e9, help="Of the machine, for roofline times; TFLOP/s."),
     ] = None,
     peak_gbps: Annotated[
-        float | None, typer.Option("--peak-gbps", min=0.001, help="Memory bandwidth, for roofline times; GB/s.")
+        float | None,
+        typer.Option("--peak-gbps", min=0.001, max=1e9, help="Memory bandwidth, for roofline times; GB/s."),
     ] = None,
     backend: BackendOption = Backend.onnxruntime,
     device: DeviceOption = None,
@@ -727,16 +735,29 @@ def _main(
 ) -> None: ...
 
 
+INTERRUPT_GRACE_S = 3.0  # in which a second signal does not disturb what the first one began to clean up
+
+
 def _interruptible() -> None:
     # a supervisor's SIGTERM ends like Ctrl-C: temporary files are removed on the way out
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell runs us in the background
+        signal.signal(signal.SIGINT, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no fault
 
 
+_interrupted_at: float | None = None
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    # signals come in pairs: Ctrl-C and make's SIGTERM, a hand that presses twice
+    global _interrupted_at
+    now = time.monotonic()
+    if _interrupted_at is None or now - _interrupted_at > INTERRUPT_GRACE_S:
+        _interrupted_at = now
+        raise KeyboardInterrupt
 
 
 def _wait_passively() -> None:
@@ -745,11 +766,19 @@ def _wait_passively() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def _run(program: typer.Typer) -> None:
+    try:
+        program()
+    finally:  # what is still to come is the end of the interpreter, in which a late signal would change the exit code
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def main() -> None:
     """Entry point of `toprovar`."""
     _wait_passively()
     _interruptible()
-    app()
+    _run(app)
 
 
 def export_main() -> None:
@@ -762,7 +791,7 @@ def export_main() -> None:
         export_app.command(name="toprovar-export rebuild", cls=console.Single)(rebuild)
     else:
         export_app.command(name="toprovar-export", cls=console.Single)(export)
-    export_app()
+    _run(export_app)
 
 
 if __name__ == "__main__":

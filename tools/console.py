@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -185,9 +186,13 @@ def end_of_usage_error(error: Exception, args: Sequence[str] = ()) -> int:
     else:
         message, _, meant = error.format_message().partition(" Did you mean ")  # type: ignore[attr-defined]
         hint = f"did you mean {meant}" if meant else f"see {command} --help"
+    message, _, offered = message.replace("Value error, ", "").strip().rstrip(".").partition(" is not one of ")
+    if choices := re.findall(r"'([^']+)'", offered):
+        given = message.rpartition(": ")[2].strip("'")
+        message = f"{message.rpartition(':')[0]}: expected {', '.join(choices)}"
+        hint = f"did you mean {difflib.get_close_matches(given.lower(), choices, 1, cutoff=0)[0]}?"
     if given := _given(getattr(error, "param", None), args):
         message = message.replace("Invalid value for", f"Invalid value {given} for", 1)
-    message = message.strip().rstrip(".")
     print_error(f"{command}: {message[:1].lower()}{message[1:]}", hint)
     return EXIT_WRONG_INPUT
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.table import Table
 
-from toprovar.exporter.bundle_writer import GRAPHS_FILE, BundleGraphs, bill, export_bundle, export_graphs
+from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, export_graphs
 from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.model import load_model, published_without_weights
 from toprovar.exporter.output_folder import check_out
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.manifest import MANIFEST_FILE
+from toprovar.runtime.manifest import GRAPHS_FILE, MANIFEST_FILE
 from toprovar.runtime.plan import dense_plan, load_plan
 from toprovar.tools import console
 from toprovar.tools.engine_building import EngineOptions, build_with_progress, described, engine_bill, engine_facts

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import importlib.util
 import os
 import re
@@ -27,6 +28,7 @@ from typing import Any
 from toprovar.plugins import library
 from toprovar.plugins.library import PluginLibrary
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
+from toprovar.runtime.json_files import check_folder, check_replaceable
 from toprovar.tools import console
 
 # carries NVIDIA's TensorRT 10.14 headers (Apache-2.0); NVIDIA packs them into no wheel of its own
@@ -75,6 +77,8 @@ def run_build(request: BuildRequest, quiet: bool = False) -> dict[str, Any]:
     target = (request.out or library.cache_path()).absolute()
     if target.is_dir():
         raise ToprovarError(f"{target} is a folder; a file is expected", f"write --out {target / library.FILE_NAME}")
+    check_replaceable(target)
+    check_folder(target.parent)
     nvcc = find_nvcc()
     cuda = nvcc is not None if request.cuda is None else request.cuda
     _check(request, cuda, nvcc)
@@ -84,7 +88,7 @@ def run_build(request: BuildRequest, quiet: bool = False) -> dict[str, Any]:
             raise EnvironmentFault(f"{tool} is not on the path", hint)
     started = time.perf_counter()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _only_build(target), _temporary_folder(target.parent) as folder:
+    with _only_build(target), _temporary_folder(target) as folder:
         include = request.tensorrt_include
         if request.tensorrt_from_pip:
             include = _headers_from_pip(folder)
@@ -143,9 +147,9 @@ def _check(request: BuildRequest, cuda: bool, nvcc: str | None) -> None:
     wants_tensorrt = request.tensorrt_include is not None or request.tensorrt_from_pip
     if wants_tensorrt and not cuda:
         raise ToprovarError("the TensorRT host runs CUDA kernels, and this build has none", "build with --cuda")
-    if request.architectures and not cuda:
+    if request.architectures is not None and not cuda:
         raise ToprovarError("--architectures is for CUDA, and this build has none", "build with --cuda")
-    if request.architectures and not re.fullmatch(r"\d{2,3}a?(;\d{2,3}a?)*", request.architectures):
+    if request.architectures is not None and not re.fullmatch(r"\d{2,3}a?(;\d{2,3}a?)*", request.architectures):
         raise ToprovarError(
             f"--architectures {request.architectures}: expected numbers such as 80 or 90a with semicolons",
             "write --architectures '80;90a'",
@@ -173,8 +177,12 @@ def _only_build(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _temporary_folder(beside: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix=".build-", dir=beside))
+def _temporary_folder(target: Path) -> Iterator[Path]:
+    """A folder beside a target whose lock is held; those of builds that were killed are removed."""
+    prefix = f".build-{target.name[:64]}-"
+    for left in target.parent.glob(glob.escape(prefix) + "*"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
         yield folder
     finally:

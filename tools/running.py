@@ -10,7 +10,7 @@ import numpy as np
 from toprovar.runtime.bundle import Bundle, open_bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.image_files import printable, write_png
-from toprovar.runtime.json_files import check_folder
+from toprovar.runtime.json_files import check_folder, check_replaceable
 from toprovar.runtime.noise import check_seed
 from toprovar.runtime.pipeline import Pipeline, Result
 from toprovar.runtime.version import VERSION
@@ -72,6 +72,7 @@ def run_bundle(
     check_seed(seed)
     if out.is_dir():
         raise ToprovarError(f"{out} is a folder; expected the name of a PNG file", "pass -o image.png")
+    check_replaceable(out)
     if out.suffix.lower() != ".png":
         raise ToprovarError(f"{out} does not end in .png; pictures are written as PNG", f"pass -o {out.stem}.png")
     check_folder(out.absolute().parent)

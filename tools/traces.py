@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from toprovar.runtime.errors import ToprovarError
+
 _NODE = re.compile(r"n(\d+)_[A-Z]")  # as graphs number their nodes, in the order in which layers are written
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -37,8 +39,14 @@ def warm_events(trace: Path) -> tuple[list[dict[str, Any]], int]:
     """What took time behind the first run, in order: kernels of a GPU where the trace has any, else nodes on the host.
 
     Returns: events, and the number of runs that they are of.
+    Raises:  ToprovarError if the trace is missing or cut short, as on a full disk: the profiler says nothing of it.
     """
-    events = [event for event in json.loads(trace.read_text()) if "dur" in event]
+    try:
+        events = [event for event in json.loads(trace.read_text()) if "dur" in event]
+    except (OSError, ValueError) as error:
+        raise ToprovarError(
+            f"ONNX Runtime did not write {trace} whole: {error}", "free some space, or choose another --out"
+        ) from None
     runs = sorted(event["ts"] + event["dur"] for event in events if event["name"] == "model_run")
     if len(runs) < 2:
         return [], 0

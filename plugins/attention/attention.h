@@ -18,10 +18,10 @@ struct AttentionProblem
     void const* vPast;  // [S, R, G, D]
     void const* kNew;   // [N, R, G, D]; unread where N is 0
     void const* vNew;   // [N, R, G, D]
-    float const* mask;  // [R, S + N] added to the scores, or null; -1e4 and below hides a key
+    float const* mask;  // [R, S + N] added to the scores, or null; a key 1e4 below its row's largest is hidden
     void* o;            // [L, R, H, D]
     float* entropy;     // nats: [L, R], mean over heads, or [L, R, H] with entropyPerHead; null where none is asked for
-    int64_t L;          // queries
+    int64_t L;          // queries; at least 1, as R and H
     int64_t S;          // cached keys
     int64_t N;          // new keys; S + N >= 1
     int32_t R;          // rows

@@ -8,7 +8,8 @@
 //     when m moves to m':  d = m - m',  a = 2^d:   t <- a (t + d l),  l <- a l,  o <- a o
 //     at the end:  output o / l,  entropy ln 2 (log2 l - t / l)
 //
-// Hidden keys are left out before anything is multiplied; a row that sees no key gets output 0 and entropy 0.
+// Keys that the mask puts so far below the row's others that their weight is 0 are left out before anything is
+// multiplied. A row whose keys are all equally hidden attends to all of them, as the ONNX function does.
 #include "attention.h"
 
 #include "../core/half.h"
@@ -35,7 +36,7 @@ constexpr int32_t kCOLUMNS = (kKEYS + 4) * kGROUP; // floats between groups of c
                                                    // put all of them into the same few lines of the cache
 constexpr float kLOG2E = 1.44269504f;
 constexpr float kLN2 = 0.69314718f;
-constexpr float kHIDDEN = -1e4f;
+constexpr float kHIDDEN = -1e4f;     // of a mask, below the row's largest
 constexpr float kLOWEST = -1e38f;    // finite, so that d * l is 0 and not infinity times zero
 
 template <int32_t Width>
@@ -199,6 +200,7 @@ TOPROVAR_INLINE void weigh(float* s, int32_t stride, int32_t keys, float const* 
         if (mask)
         {
             y += mask[key];
+            y = y < kLOWEST ? kLOWEST - Float{} : y; // NaN stays NaN
             store<Width>(s + static_cast<size_t>(key) * stride, y);
         }
         largest = y > largest ? y : largest;
@@ -399,7 +401,7 @@ TOPROVAR_INLINE void attend(Task const& task, Workspace& work)
         {
             int64_t const query = task.first + panel * kWIDEST + lane;
             float const sum = state[lanes + lane];
-            float const inverse = task.keys ? 1.0f / sum : 0.0f;
+            float const inverse = 1.0f / sum;
             T* const to = static_cast<T*>(problem.o) + query * stride + offset;
             for (int32_t d = 0; d < D; ++d)
             {
@@ -410,7 +412,7 @@ TOPROVAR_INLINE void attend(Task const& task, Workspace& work)
                 float const nats = kLN2 * (std::log2(sum) - state[2 * lanes + lane] * inverse);
                 bool const isBelow = nats < 0.0f; // by rounding; NaN stays NaN
                 task.entropy[(query * problem.R + task.row) * problem.H + task.head]
-                    = task.keys == 0 || isBelow ? 0.0f : nats;
+                    = isBelow ? 0.0f : nats;
             }
         }
     }
@@ -483,14 +485,17 @@ int64_t queriesPerTask(int64_t L, int64_t heads, int64_t lanes, int64_t threads)
     return std::max<int64_t>(1, over(panels, blocks)) * lanes;
 }
 
-//! Positions of the keys that a row sees.
+//! Positions of the keys that a row sees; at least one.
 std::vector<int64_t> visibleKeys(AttentionProblem const& problem, int32_t row)
 {
     std::vector<int64_t> visible;
     int64_t const keys = problem.S + problem.N;
+    float const* const mask = problem.mask + row * keys;
+    float const largest = *std::max_element(mask, mask + keys);
     for (int64_t i = 0; i < keys; ++i)
     {
-        if (!(problem.mask[row * keys + i] <= kHIDDEN))
+        bool const isHidden = mask[i] < largest && mask[i] <= largest + kHIDDEN; // false for NaN
+        if (!isHidden)
         {
             visible.push_back(i);
         }

@@ -24,7 +24,7 @@ AttentionProblem problemFrom(Call const& call, Tensor const& kNew, Tensor const&
     expectShape("keys", kNew, {-1, problem.R, -1, problem.D});
     problem.N = kNew.shape[0];
     problem.G = static_cast<int32_t>(kNew.shape[2]);
-    expect(problem.G > 0 && problem.H % problem.G == 0, "heads", std::to_string(problem.H) + " over "
+    expect(problem.H > 0 && problem.G > 0 && problem.H % problem.G == 0, "heads", std::to_string(problem.H) + " over "
             + std::to_string(problem.G), "a multiple");
     expectShape("values", vNew, {problem.N, problem.R, problem.G, problem.D});
     if (kPast)
@@ -78,6 +78,12 @@ AttentionProblem maskedProblem(Call const& call)
     return problemFrom(call, call.inputs[1], call.inputs[2], nullptr, nullptr, &call.inputs[3]);
 }
 
+//! No query: nothing to write, and the kernels below divide by rows and launch at least one block.
+bool isEmpty(AttentionProblem const& problem)
+{
+    return problem.L == 0 || problem.R == 0;
+}
+
 using Problem = AttentionProblem (*)(Call const&);
 
 template <Problem problem>
@@ -90,7 +96,11 @@ template <Problem problem>
 void runOnCpu(Call const& call, int32_t threads)
 {
     expect(call.inputs[0].type != DataType::kBFLOAT16, "q", "bfloat16", "float32 or float16 on the CPU");
-    attentionOnCpu(problem(call), threads);
+    AttentionProblem const posed = problem(call);
+    if (!isEmpty(posed))
+    {
+        attentionOnCpu(posed, threads);
+    }
 }
 
 #ifdef TOPROVAR_CUDA
@@ -100,13 +110,14 @@ size_t scratchBytes(Call const& call)
     AttentionProblem sized = problem(call);
     float placeholder = 0.0f; // a host that plans has no addresses yet; whether entropy is asked for is all that counts
     sized.entropy = call.outputCount > 1 ? &placeholder : nullptr;
-    return attentionScratchBytes(sized);
+    return isEmpty(sized) ? 0 : attentionScratchBytes(sized);
 }
 
 template <Problem problem>
 Status runOnCuda(Call const& call, void* scratch, Stream stream)
 {
-    return launchAttention(problem(call), scratch, stream);
+    AttentionProblem const posed = problem(call);
+    return isEmpty(posed) ? Status{} : launchAttention(posed, scratch, stream);
 }
 #endif
 

@@ -22,6 +22,10 @@ static __global__ void __launch_bounds__(256) drawBits(BitSamplerProblem const p
 
 Status launchBitSampler(BitSamplerProblem const& p, Stream stream)
 {
+    if (p.n == 0)
+    {
+        return cudaSuccess;
+    }
     drawBits<<<blocksFor(p.n, 256), 256, 0, static_cast<cudaStream_t>(stream)>>>(p);
     return cudaGetLastError();
 }

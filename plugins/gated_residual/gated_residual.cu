@@ -31,6 +31,10 @@ __global__ void __launch_bounds__(256) addGated(GatedResidualProblem const p)
 
 Status launchGatedResidual(GatedResidualProblem const& p, Stream stream)
 {
+    if (p.n * p.R * p.C == 0)
+    {
+        return cudaSuccess;
+    }
     return withType(p.type, [&](auto type) {
         using T = decltype(type);
         int64_t const size = p.n * p.R * p.C;

@@ -76,6 +76,10 @@ __global__ void __launch_bounds__(32 * kWARPS) modulateNorm(ModulatedNormProblem
 
 Status launchModulatedNorm(ModulatedNormProblem const& p, Stream stream)
 {
+    if (p.n * p.R == 0)
+    {
+        return cudaSuccess;
+    }
     return withType(p.type, [&](auto type) {
         using T = decltype(type);
         unsigned const blocks = blocksFor(p.n * p.R, kWARPS);

@@ -98,6 +98,10 @@ Status launchRotaryHeads(RotaryHeadsProblem const& p, Stream stream)
     {
         return cudaErrorInvalidValue;
     }
+    if (p.n * p.R * p.H == 0)
+    {
+        return cudaSuccess;
+    }
     return withType(p.type, [&](auto type) {
         unsigned const blocks = blocksFor(p.n * p.R * 3 * p.H, kWARPS);
         rotateHeads<decltype(type)><<<blocks, 32 * kWARPS, 0, static_cast<cudaStream_t>(stream)>>>(p);

@@ -132,6 +132,10 @@ Status launchTokenRestore(TokenRestoreProblem const& p, Stream stream)
         return cudaErrorInvalidValue;
     }
     unsigned const blocks = unsigned(p.newH) * unsigned(p.newW);
+    if (blocks == 0 || p.R * p.C == 0)
+    {
+        return cudaSuccess;
+    }
     cudaStream_t const queue = static_cast<cudaStream_t>(stream);
     if (int64_t(p.R) * p.C % 4 == 0)
     {

@@ -18,7 +18,7 @@ from typing import Any
 from toprovar.plugins.library import PluginLibrary, require_library
 from toprovar.runtime.backends.tensorrt_module import TITLES, kernel_cache_path, load_module, new_log, new_profiler
 from toprovar.runtime.buffers import checked_address
-from toprovar.runtime.bundle import Bundle
+from toprovar.runtime.bundle import Bundle, rebuild_command
 from toprovar.runtime.cuda_memory import ALIGNMENT, CudaMemory, checked, compute_capability, load_cuda
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.json_files import write_bytes
@@ -38,7 +38,7 @@ def engines_of(bundle: Bundle, target: EngineTarget) -> EngineSet:
         raise ToprovarError(
             f"bundle {bundle.folder} has no engines for {TITLES[target]}"
             + (f"; it has {', '.join(manifest.engines)}" if manifest.engines else ""),
-            f"build them:  toprovar rebuild {bundle.folder} --target {target}",
+            f"build them:  {rebuild_command(bundle.folder, target)}",
         )
     return manifest.engines[target]
 
@@ -55,7 +55,7 @@ def check_library(bundle: Bundle, engines: EngineSet) -> PluginLibrary | None:
         raise EnvironmentFault(
             f"engines of {bundle.folder} call plugins of sources {engines.plugin_sha256[:12]}; {library.path} is of "
             f"{library.source_digest[:12]}",
-            f"build the engines again:  toprovar rebuild {bundle.folder} --target {engines.target}",
+            f"build the engines again:  {rebuild_command(bundle.folder, engines.target)}",
         )
     return library
 
@@ -67,7 +67,7 @@ def check_version(bundle: Bundle, engines: EngineSet, trt: Any) -> None:
         raise EnvironmentFault(
             f"engines of {bundle.folder} were built by {title} {engines.builder_version}; this machine has {title} "
             f"{trt.__version__}",
-            f"build them again:  toprovar rebuild {bundle.folder} --target {engines.target}",
+            f"build them again:  {rebuild_command(bundle.folder, engines.target)}",
         )
 
 
@@ -78,7 +78,7 @@ def check_gpu(bundle: Bundle, engines: EngineSet, api: Any) -> str:
         raise EnvironmentFault(
             f"engines of {bundle.folder} are for compute capability {', '.join(engines.compute_capabilities)}; "
             f"this GPU has {found}",
-            f"build them again:  toprovar rebuild {bundle.folder} --target {engines.target}"
+            f"build them again:  {rebuild_command(bundle.folder, engines.target)}"
             + (f" --compute-capability {found.replace('.', '')}" if engines.target == "tensorrt-rtx" else ""),
         )
     return found
@@ -166,7 +166,7 @@ class TensorRtBackend:
         if plan is None:
             raise ToprovarError(
                 f"bundle {self._bundle.folder} has no {TITLES[self._engines.target]} engine of {graph.file}",
-                f"build it:  toprovar rebuild {self._bundle.folder} --target {self._engines.target}",
+                f"build it:  {rebuild_command(self._bundle.folder, self._engines.target)}",
             )
         raw = self._plan_bytes(plan)
         begin = time.perf_counter()
@@ -196,14 +196,15 @@ class TensorRtBackend:
             raise ToprovarError(f"{path} cannot be read: {error.strerror}", "copy the bundle again") from None
         if hashlib.sha256(raw).hexdigest() != facts.sha256:
             raise ToprovarError(
-                f"{path} was changed: its sha256 differs from the manifest", "copy the bundle again, or rebuild it"
+                f"{path} was changed: its sha256 differs from the manifest",
+                "copy the bundle again, or build its engines again",
             )
         return raw
 
     def _refused(self, plan: Engine, what: str) -> ToprovarError:
         return ToprovarError(
             f"{self._bundle.path(plan.file)} {what}: {self._log.last_error or 'TensorRT says no reason'}",
-            f"build it again:  toprovar rebuild {self._bundle.folder} --target {self._engines.target}",
+            f"build it again:  {rebuild_command(self._bundle.folder, self._engines.target)}",
         )
 
     def _context(self, engine: Any) -> Any:
@@ -224,7 +225,7 @@ class TensorRtBackend:
             where = "lacks" if name in expected else "has"
             raise ToprovarError(
                 f"{self._bundle.path(plan.file)} {where} a tensor {name}, against the manifest",
-                f"build it again:  toprovar rebuild {self._bundle.folder} --target {self._engines.target}",
+                f"build it again:  {rebuild_command(self._bundle.folder, self._engines.target)}",
             )
         for name in sorted(found):
             facts = graph.outputs.get(name) or graph.inputs.get(name) or self._weights.facts[name]
@@ -234,7 +235,7 @@ class TensorRtBackend:
             if shape != told or (engine.get_tensor_mode(name) == mode.OUTPUT) != is_output:
                 raise ToprovarError(
                     f"{self._bundle.path(plan.file)} has {name} {list(shape)}; the manifest says {list(told)}",
-                    f"build it again:  toprovar rebuild {self._bundle.folder} --target {self._engines.target}",
+                    f"build it again:  {rebuild_command(self._bundle.folder, self._engines.target)}",
                 )
 
     def _share_scratch(self, loaded: _Loaded) -> None:

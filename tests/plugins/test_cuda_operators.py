@@ -44,6 +44,23 @@ def test_attention_gives_the_same_bits_on_every_run(case):
         assert torch.equal(first, second)
 
 
+def test_no_tokens_are_no_fault():
+    operators, x, pairs = torch.ops.toprovar, torch.empty(0, 2, 64, device="cuda"), torch.empty(0, 2, device="cuda")
+    ones, qkv = torch.ones(1, 1, 64, device="cuda"), torch.empty(0, 2, 192, device="cuda")
+    angles, heads = torch.empty(0, 1, 1, 32, device="cuda"), torch.empty(0, 2, 1, 64, device="cuda")
+    some = torch.ones(3, 2, 1, 64, device="cuda")
+    assert operators.modulated_norm(x, ones, ones, 1e-6, torch.float32).shape == x.shape
+    assert operators.gated_residual(x, x, ones[0, 0], ones).shape == x.shape
+    assert operators.bias_gelu(x, ones[0, 0]).shape == x.shape
+    assert operators.bit_sampler(pairs, pairs[:, 0], torch.ones(1, device="cuda")).shape == (0,)
+    assert (
+        operators.rotary_heads(qkv, torch.ones(192, device="cuda"), ones[0, :, :1], angles, angles, 1)[0].shape
+        == heads.shape
+    )
+    assert operators.cached_attention(heads, some, some, some, some, 1.0).shape == heads.shape
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("count", [1, 3840, 3841, 262144])
 def test_the_gate_has_no_limit(count):
     score = torch.randn(262144, device="cuda").round(decimals=2)  # many ties

@@ -65,6 +65,15 @@ def test_a_file_that_is_no_library_is_told(monkeypatch, tmp_path):
     refused("text.so cannot be loaded: ")
 
 
+@pytest.mark.parametrize("share", [0.1, 0.9, 0.999])
+def test_a_library_that_is_cut_short_is_told_before_it_is_loaded(share, plugin_library, monkeypatch, tmp_path):
+    raw = plugin_library.path.read_bytes()
+    short = tmp_path / "short.so"
+    short.write_bytes(raw[: int(len(raw) * share)])
+    monkeypatch.setenv("TOPROVAR_PLUGINS", str(short))
+    refused(f"short.so is cut short: {int(len(raw) * share)} bytes, {len(raw)} expected")
+
+
 def test_a_foreign_library_is_told(monkeypatch):
     import _ctypes
 

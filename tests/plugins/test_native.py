@@ -79,14 +79,25 @@ def test_a_nan_reaches_the_output(where, plugin_library):
     assert np.isnan(y).sum() == 1
 
 
-def test_a_row_whose_keys_are_all_hidden_is_zero(plugin_library):
-    q, k = made("f4", 5, 2, 1, 8), made("f4", 17, 2, 1, 8, seed=1)
-    mask = np.zeros((2, 17), np.float32)
-    mask[1] = -1e4
+# float32 keeps a score beside a mask of -1e4 to 1e-3, and forgets it beside -1e9: then all keys count alike.
+ROUNDING_BESIDE_MASK = {-1e4: 4e-3, -1e38: 0.0, -np.inf: 0.0}
+
+
+@pytest.mark.parametrize("hidden", list(ROUNDING_BESIDE_MASK))
+@pytest.mark.parametrize("T", [1, 17, 987])
+def test_a_row_whose_keys_are_all_hidden_sees_all_of_them(hidden, T, plugin_library):
+    q, k, v = made("f4", 5, 3, 2, 8), made("f4", T, 3, 2, 8, seed=1), made("f4", T, 3, 2, 8, seed=2)
+    mask = np.zeros((3, T), np.float32)
+    mask[1:] = hidden
+    mask[2, -1] = -100.0  # low, and yet the only one that its row sees
     o = np.full_like(q, np.nan)
-    run_on_cpu("MaskedAttention", [q, k, k, mask], [o], plugin_library.path, scale=1.0)
-    assert (o[:, 1] == 0).all()
-    assert (o[:, 0] != 0).all()
+    run_on_cpu("MaskedAttention", [q, k, v, mask], [o], plugin_library.path, scale=0.3)
+    usual, _ = attention(q, k, v, 0.3)
+    hidden_row = usual[:, 1] if hidden == -1e4 else np.broadcast_to(v.astype(float).mean(0)[1], usual[:, 1].shape)
+    allowed = TOLERANCE["float32"] + ROUNDING_BESIDE_MASK[hidden]
+    np.testing.assert_allclose(o[:, 1], hidden_row, rtol=allowed, atol=allowed)
+    np.testing.assert_allclose(o[:, 0], usual[:, 0], rtol=TOLERANCE["float32"], atol=TOLERANCE["float32"])
+    np.testing.assert_allclose(o[:, 2], np.broadcast_to(v[-1, 2], o[:, 2].shape), rtol=1e-6)
 
 
 def test_gate_takes_ties_zeros_and_extremes_in_order_of_position(plugin_library):

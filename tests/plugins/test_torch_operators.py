@@ -7,7 +7,14 @@ from operator_cases import all_cases
 from torch_operator_calls import NAMES, called
 
 from toprovar.plugins.native import OperatorError, found_library
-from toprovar.plugins.torch_operators import entropy_attention, modulated_norm
+from toprovar.plugins.torch_operators import (
+    cached_attention,
+    entropy_attention,
+    masked_attention,
+    modulated_norm,
+    rotary_heads,
+    token_gate,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +69,34 @@ def test_tensors_that_do_not_fit_are_told():
         modulated_norm(x.double(), ones, ones, 1e-6, torch.float32)
     with pytest.raises(OperatorError, match="bfloat16; expected float32 or float16 on the CPU"):
         modulated_norm(x, ones, ones, 1e-6, torch.bfloat16)
+
+
+def test_arguments_that_no_output_can_be_made_from_are_told():
+    x, ones, score = torch.ones(2, 2, 8), torch.ones(1, 1, 8), torch.ones(9)
+    cos = torch.ones(2, 1, 1, 4)
+    with pytest.raises(ValueError, match=r"ModulatedNorm: to is torch.float64; expected one of torch.float32"):
+        modulated_norm(x, ones, ones, 1e-6, torch.float64)
+    with pytest.raises(ValueError, match=r"ModulatedNorm: shift is on meta; expected cpu"):
+        modulated_norm(x, ones, ones.to("meta"), 1e-6, torch.float32)
+    for count in (-1, 10, 2**40):
+        with pytest.raises(ValueError, match=rf"TokenGate: count is {count}; expected 0 to the last extent of \[9\]"):
+            token_gate(score, count)
+    for qkv, heads in ((x, 0), (x, -1), (x[0], 2), (x, 5)):
+        with pytest.raises(ValueError, match="RotaryHeads: qkv is "):
+            rotary_heads(qkv, ones[0, 0], torch.ones(2, 1), cos, cos, heads)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4), (5, 0, 4)])
+def test_attention_of_nothing_is_nothing(shape):
+    q, k = torch.ones(*shape, 16), torch.ones(7, shape[1], 4, 16)
+    o, entropy = entropy_attention(q, k, k, k, k, 0.3)
+    assert o.shape == q.shape
+    assert entropy.shape == shape[:2]
+    assert cached_attention(q, k, k, k, k, 0.3).shape == q.shape
+    assert masked_attention(q, k, k, torch.zeros(shape[1], 7), 0.3).shape == q.shape
+
+
+def test_attention_without_heads_is_told():
+    q, k = torch.ones(5, 2, 0, 16), torch.ones(7, 2, 4, 16)
+    with pytest.raises(OperatorError, match="heads: found 0 over 4; expected a multiple"):
+        cached_attention(q, k, k, k, k, 0.3)

@@ -73,6 +73,8 @@ def test_missing_short_long_and_changed_files_are_four_messages(bundle, name):
 def test_what_is_no_bundle_is_named(tmp_path):
     assert "is missing; expected a bundle folder" in refused(tmp_path / "absent")
     assert "holds no manifest.json" in refused(tmp_path)
+    (tmp_path / "graphs.json").write_text("{}")
+    assert "is no bundle: it holds graphs without weights (graphs.json)" in refused(tmp_path)
     (tmp_path / "plan.json").write_text("{}")
     assert "is a file; expected a bundle folder" in refused(tmp_path / "plan.json")
 

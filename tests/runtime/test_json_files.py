@@ -56,6 +56,17 @@ def test_writing_is_atomic_and_leaves_nothing_behind(tmp_path, monkeypatch):
     assert [p.name for p in path.parent.iterdir()] == ["facts.json"]
 
 
+def test_a_device_or_pipe_is_never_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for place in (pipe, tmp_path / "link"):
+        with pytest.raises(ToprovarError, match="it is a device or pipe; a file is expected"):
+            write_bytes(place, b"new")
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
+
+
 def test_nan_is_never_written(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "facts.json", {"a": float("nan")})

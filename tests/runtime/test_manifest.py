@@ -75,6 +75,9 @@ def test_a_missing_short_or_changed_engine_is_caught_when_the_bundle_opens(bundl
     assert f"{path} is cut short: 1 bytes, 6 expected" in refused(bundle)
     path.unlink()
     assert f"lacks {FILE}" in refused(bundle)
+    with pytest.raises(ToprovarError) as caught:
+        open_bundle(bundle)
+    assert caught.value.hint.endswith(f"build it again:  toprovar-export rebuild {bundle} --target tensorrt-rtx")
     assert f"lacks {FILE}" in refusal("inspect", bundle)
 
 
@@ -98,8 +101,13 @@ ENGINE = (*SET, "engines", 0)
         ((*ENGINE, "file"), "engines/tensorrt/step_00.plan", "has no entry under files"),
         ((*ENGINE, "weights"), ["head", "head"], "named twice"),
         ((*ENGINE, "weights"), ["head[3:3]"], "holds no rows"),
+        ((*ENGINE, "weights"), ["Head[-3:3]"], "'Head[-3:3]' names no tensor of the weights file; expected NAME"),
+        ((*ENGINE, "weights"), ["head", "no.such"], "takes no.such as a weight; "),
+        ((*ENGINE, "weights"), ["rope_cos[0:99999]"], "rows 0 to 99999 of rope_cos are asked for; it is ["),
+        ((*SET, "builder_version"), "1." + "9" * 5000, "builder_version"),
         ((*ENGINE, "weights"), ["pooled_text"], "as weight and as input"),
         ((*ENGINE, "plugin_layers"), {"EntropyAttention": 0}, "plugin_layers"),
+        ((*ENGINE, "plugin_layers"), {"EntropyAttention": 10**30}, "plugin_layers"),
         ((*ENGINE, "key"), "12", "key"),
         ((*ENGINE, "speed"), 3, "speed"),
     ],

@@ -27,7 +27,7 @@ def test_a_gpu_that_onnxruntime_cannot_use_is_an_environment_fault(tiny_bundle, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--backend", "tensorrt"), "has no engines for TensorRT hint: build them: toprovar rebuild"),
+        (("--backend", "tensorrt"), "has no engines for TensorRT hint: build them: toprovar-export rebuild"),
         (("--backend", "tensorrt-rtx"), "has no engines for TensorRT-RTX"),
         (("--backend", "tensorrt", "--device", "cpu"), "runs on a GPU only; --device is cpu"),
         (("--backend", "tensorrt", "--operators", "body"), "runs what its engines were built from"),
@@ -86,3 +86,26 @@ def test_the_environment_says_whether_a_gpu_can_be_used(monkeypatch, gpu, provid
     monkeypatch.setattr(environment, "_first_line", lambda command: gpu)
     monkeypatch.setattr(environment, "_installed", lambda package: bindings)
     assert environment.environment()["commands"]["run, bench --device cuda"].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "message"),
+    [
+        ("--device", "cda", "'cda' for '--device': expected cpu, cuda hint: did you mean cuda?"),
+        (
+            "--operators",
+            "libary",
+            "'libary' for '--operators': expected auto, library, body hint: did you mean library",
+        ),
+        ("--backend", "tensorrt_rtx", "onnxruntime, tensorrt, tensorrt-rtx hint: did you mean tensorrt-rtx?"),
+    ],
+)
+def test_a_word_that_is_no_choice_gets_the_nearest_one(option, given, message, tiny_bundle):
+    assert message in refusal("run", tiny_bundle, "-p", "red apple", option, given)
+
+
+def test_a_variant_that_is_almost_there_gets_its_name(tiny_bundle):
+    assert "has no variant plannd; it has dense, planned hint: did you mean planned?" in refusal(
+        "run", tiny_bundle, "-p", "red apple", "--plan", "plannd"
+    )
+    assert "hint: export it with --plan" in refusal("run", tiny_bundle, "-p", "red apple", "--plan", "skipped")

@@ -117,8 +117,10 @@ def test_every_command_of_the_readme_is_known_to_the_command_line():
     found = re.findall(r"(?:\.venv/bin/)?\btoprovar[ -](\w+) (?:[^`#\n]*)", text)
     checked = 0
     for line in re.findall(r"^(?:\.venv/bin/)?toprovar[ -].*$", text, re.MULTILINE):
-        name = re.match(r"(?:\.venv/bin/)?toprovar[ -](\w+)", line)[1]
-        options = {option for parameter in commands[name].params for option in parameter.opts}
+        name, second = re.match(r"(?:\.venv/bin/)?toprovar[ -](\w+) *(\w*)", line).groups()
+        command = commands[name]
+        command = getattr(command, "commands", {}).get(second, command)
+        options = {option for parameter in command.params for option in parameter.opts}
         for option in re.findall(r" (--?[a-z][a-z-]*)", line.split(" #")[0]):
             assert option in options, f"{line}: {option}"
             checked += 1

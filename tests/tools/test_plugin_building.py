@@ -85,12 +85,25 @@ def test_env_says_that_there_is_no_library(monkeypatch):
         (["--cuda", "--architectures", "ampere"], "--architectures ampere: expected numbers such as 80 or 90a"),
         (["--cuda", "--tensorrt-include", "/nowhere"], "there is no /nowhere/NvInferRuntime.h"),
         (["--cuda", "--tensorrt-include", "/x", "--tensorrt-headers", "pip"], "are given together"),
+        (["--cuda", "--architectures", ""], "--architectures : expected numbers such as 80 or 90a"),
         (["--out", "."], " is a folder; a file is expected"),
+        (["--no-cuda", "--out", f"{__file__}/x.so"], "test_plugin_building.py is a file"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message, monkeypatch):
     monkeypatch.setenv("CUDACXX", "/somewhere/nvcc")
     assert message in refusal("plugins", "build", *options)
+
+
+def test_a_device_or_pipe_is_not_replaced_by_the_library(compiled, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for place in (pipe, tmp_path / "link"):
+        told = f"{place} cannot be written: it is a device or pipe; a file is expected"
+        assert told in refusal("plugins", "build", "--no-cuda", "--out", place)
+    assert pipe.is_fifo()
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_missing_tools_are_told(monkeypatch):
@@ -102,6 +115,14 @@ def test_missing_tools_are_told(monkeypatch):
     with pytest.raises(EnvironmentFault, match="--cuda: nvcc is not on the path") as caught:
         run_build(BuildRequest(cuda=True))
     assert "pip install 'cuda-toolkit[nvcc,cccl]" in caught.value.hint
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next(compiled, tmp_path):
+    target = tmp_path / "x.so"
+    (tmp_path / ".build-x.so-dead").mkdir()
+    (tmp_path / ".build-other.so-alive").mkdir()
+    run_build(BuildRequest(cuda=False, out=target), quiet=True)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == [".build-other.so-alive", "x.so"]
 
 
 def test_two_builds_of_one_file_are_refused(compiled, tmp_path):
@@ -127,8 +148,8 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_the_old_library(monkeypatch,
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_build_leaves_nothing(number, tmp_path):
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_an_interrupted_build_leaves_nothing(numbers, tmp_path):
     target = tmp_path / "out" / "x.so"
     command = [sys.executable, "-m", "toprovar.tools.cli", "plugins", "build", "--no-cuda", "--out", str(target)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
@@ -137,7 +158,9 @@ def test_an_interrupted_build_leaves_nothing(number, tmp_path):
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.02)
-        process.send_signal(number)
+        for number in numbers:  # a second signal does not disturb the cleaning
+            process.send_signal(number)
+            time.sleep(0.05)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in err

@@ -7,6 +7,7 @@ import pytest
 from command_line import done, refusal
 
 from toprovar.runtime.bundle import open_bundle
+from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.weights import WeightsFile
 from toprovar.tools.profiling import ProfileRequest, run_profile
 from toprovar.tools.roofline import Work, step_work
@@ -127,3 +128,21 @@ def test_kernels_of_a_gpu_count_instead_of_the_host_and_the_first_run_is_dropped
     trace.write_text(json.dumps(events[:7]))
     assert aggregated(trace, {})["runs"] == 0
     assert math.isclose(sum(row["ms"] for row in aggregated(trace, {})["operators"]), 0)
+
+
+@pytest.mark.parametrize("text", ["", '[{"name": "model_run", "ts": 1, "d'])
+def test_a_trace_that_a_full_disk_cut_short_is_told(text, tmp_path):
+    trace = tmp_path / "t.json"
+    with pytest.raises(ToprovarError, match=r"did not write .*t\.json whole"):
+        aggregated(trace, {})
+    trace.write_text(text)
+    with pytest.raises(ToprovarError, match=r"did not write .*t\.json whole") as caught:
+        aggregated(trace, {})
+    assert "free some space" in caught.value.hint
+
+
+@pytest.mark.parametrize("option", ["--peak-tflops", "--peak-gbps"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e400", "0"])
+def test_a_peak_that_is_no_finite_positive_number_is_refused(option, value, tiny_bundle, tmp_path):
+    assert f"invalid value '{value}' for '{option}'" in refusal("profile", tiny_bundle, option, value, "-o", tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from toprovar.runtime.errors import EXIT_INTERRUPTED, ToprovarError
+from toprovar.runtime.json_files import check_folder, check_replaceable, write_json
 from toprovar.runtime.version import VERSION
+from toprovar.tools import console
+from toprovar.tools.backends import check_device
 from toprovar.tools.gpu_check.models import CONFIGS
 from toprovar.tools.gpu_check.stages import STAGES, Context, say
 
@@ -44,6 +48,24 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> int:
     arguments = _arguments(words)
+    try:
+        return _run(arguments)
+    except ToprovarError as error:
+        console.print_error(error.message, error.hint)
+        return error.exit_code
+    except KeyboardInterrupt:
+        console.say(console.INTERRUPTED)
+        return EXIT_INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Raises: EnvironmentFault without the packages or the GPU; ToprovarError for places that cannot be written."""
+    console.require_packages("gpu_check", "torch", "onnx", "onnx_ir", "onnxruntime")
+    check_folder(arguments.work)
+    check_folder(arguments.out.parent)
+    check_replaceable(arguments.out)
+    if not arguments.only_stage:
+        check_device(arguments.device)
     arguments.work.mkdir(parents=True, exist_ok=True)
     if arguments.only_stage:
         return _run_here(arguments)
@@ -62,8 +84,7 @@ def main(words: list[str] | None = None) -> int:
             say(f"{name}: left out, no time")
         else:
             results["stages"][name] = _run_apart(arguments, name, min(left, arguments.stage_s))
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=1))
+        write_json(arguments.out, results)
     failed = [name for name, facts in results["stages"].items() if facts["status"] != "done"]
     say(
         f"wrote {arguments.out}; {len(failed)} of {len(arguments.names)} stages not done: {', '.join(failed) or 'none'}"

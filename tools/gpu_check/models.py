@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toprovar.exporter.bundle_writer import export_bundle
 from toprovar.exporter.infinity.config import PUBLISHED, InfinityConfig
-from toprovar.exporter.infinity.graphs import StepOptions
-from toprovar.exporter.model import Model, ModelFile
 from toprovar.runtime.plan import COUNT_GRID, MIN_PRUNED_TOKENS, Backbone, Plan, Restore, Score
+
+if TYPE_CHECKING:
+    from toprovar.exporter.model import Model
 
 TEXT_TOKENS = 64  # of every prompt that the random models are measured with
 CONFIGS = {
@@ -30,6 +31,7 @@ def random_model(name: str, device: str, seed: int = 0) -> Model:
     import torch
 
     from toprovar.exporter.infinity.transformer import Infinity
+    from toprovar.exporter.model import Model, ModelFile
 
     config = CONFIGS[name]
     with torch.device("meta"):
@@ -80,6 +82,9 @@ def make_bundle(model: Model, folder: Path, compute: str, watched: tuple[str, ..
     """Dense and planned. Returns: seconds it took; 0 where an earlier run has left it."""
     if (folder / "manifest.json").exists():
         return 0.0
+    from toprovar.exporter.bundle_writer import export_bundle
+    from toprovar.exporter.infinity.graphs import StepOptions
+
     begin = time.perf_counter()
     guidance = model.guidance(model.schedule)
     options = StepOptions(text_tokens=model.settings.text_tokens, compute=compute, watched=watched)

@@ -35,6 +35,7 @@ RTX = "tensorrt-rtx"
 # of one plan of the demo, packed: kernel sources inside are text, weights would not pack. Measured: 1.2 MB, beside
 # 14 MB of weights that a step takes
 PACKED_BYTES = 2_000_000
+CAPABILITIES = ("8.0", "8.6", "8.9", "12.0")
 
 
 def build(job):
@@ -52,7 +53,7 @@ def built(demo_bundle, tmp_path_factory):
     """The demo with engines of its last scale, dense and planned, under a name that shells and C strings dislike."""
     needs_rtx()
     folder = shutil.copytree(demo_bundle, tmp_path_factory.mktemp("rtx") / "bündel mit räumen 图")
-    summaries = build_engines(folder, EngineRequest((RTX,), ("8.9", "12.0"), scale=9, allow_function_body=True))
+    summaries = build_engines(folder, EngineRequest((RTX,), CAPABILITIES, scale=9, allow_function_body=True))
     return SimpleNamespace(folder=folder, summary=summaries[0], bundle=open_bundle(folder))
 
 
@@ -60,7 +61,7 @@ def test_dense_and_planned_steps_of_the_demo_build(built):
     engines = built.bundle.manifest.engines[RTX]
     assert (built.summary.built, built.summary.reused) == (2, 0)
     assert [engine.graph for engine in engines.engines] == ["step_09.onnx", "step_09_planned.onnx"]
-    assert engines.compute_capabilities == ("8.9", "12.0")
+    assert engines.compute_capabilities == CAPABILITIES
     for engine in engines.engines:
         model = onnx.load(built.folder / engine.graph, load_external_data=False)
         wanted = Counter(plugin_nodes(model).values())
@@ -89,7 +90,7 @@ def test_a_second_build_gives_the_same_bytes(built, tmp_path):
     engine = built.bundle.manifest.engines[RTX].engine_of("step_09_planned.onnx")
     plugins = plugin_library(allow_function_body=True)
     library = str(plugins.path) if plugins else None
-    build(job_of(built.folder, engine.graph, tmp_path, capabilities=("8.9", "12.0"), plugin_library=library))
+    build(job_of(built.folder, engine.graph, tmp_path, capabilities=CAPABILITIES, plugin_library=library))
     assert (tmp_path / "made.plan").read_bytes() == (built.folder / engine.file).read_bytes()
 
 

@@ -4,7 +4,17 @@ import numpy as np
 import onnxruntime
 import pytest
 from onnx import helper, parser
-from operator_cases import BODY_TOLERANCE, Case, all_cases, attention_case, gate_case, made, model_of, norm_case
+from operator_cases import (
+    BODY_TOLERANCE,
+    Case,
+    all_cases,
+    attention_case,
+    gate_case,
+    made,
+    masked_case,
+    model_of,
+    norm_case,
+)
 
 from toprovar.plugins.functions import DOMAIN, OPSET, PLUGIN, functions
 
@@ -26,6 +36,18 @@ def test_kernel_and_body_agree_with_the_reference(case, plugin_library):
     case.check(kernel.run(None, case.inputs))
     body = session(model_of(case, has_body=True))
     case.check(body.run(None, case.inputs), BODY_TOLERANCE)
+
+
+@pytest.mark.parametrize(("T", "dtype"), [(1, "f4"), (81, "f4"), (81, "f2")])
+def test_kernel_and_body_agree_on_a_row_whose_keys_are_all_hidden(T, dtype, plugin_library):
+    case = masked_case(17, T, 0, dtype)
+    assert (case.inputs["mask"][1] == -1e4).all()
+    kernel = session(model_of(case, has_body=False), plugin_library).run(None, case.inputs)
+    body = session(model_of(case, has_body=True)).run(None, case.inputs)
+    # a score beside a mask of -1e4 is rounded to 1e-3, so weights are too
+    rounded = {"float32": 4e-3, "float16": 1e-2}
+    for found in (kernel, body):
+        case.check(found, rounded)
 
 
 def test_every_operator_has_a_case_and_a_function(plugin_library):

@@ -103,7 +103,7 @@ def refused(folder, kind, code, **options):
 
 def test_a_bundle_without_engines_says_how_to_build_them(tiny_bundle, engine_bundle, machine):
     text = refused(tiny_bundle, ToprovarError, EXIT_WRONG_INPUT)
-    assert "has no engines for TensorRT-RTX | build them:  toprovar rebuild" in text
+    assert "has no engines for TensorRT-RTX | build them:  toprovar-export rebuild" in text
     text = refused(engine_bundle, ToprovarError, EXIT_WRONG_INPUT, target="tensorrt")
     assert "has no engines for TensorRT; it has tensorrt-rtx" in text
     assert "--target tensorrt" in text
@@ -126,7 +126,7 @@ def test_a_library_of_other_sources_is_stale(engine_bundle, machine):
     machine.library.source_digest = "cd" * 32
     text = refused(engine_bundle, EnvironmentFault, EXIT_ENVIRONMENT)
     assert "call plugins of sources abababababab" in text
-    assert "is of cdcdcdcdcdcd | build the engines again:  toprovar rebuild" in text
+    assert "is of cdcdcdcdcdcd | build the engines again:  toprovar-export rebuild" in text
     assert not machine.api.calls
 
 
@@ -134,7 +134,7 @@ def test_engines_of_another_version_are_refused(engine_bundle, machine):
     machine.trt.__version__ = "1.8.0.2"
     text = refused(engine_bundle, EnvironmentFault, EXIT_ENVIRONMENT)
     assert "were built by TensorRT-RTX 1.7.1.116; this machine has TensorRT-RTX 1.8.0.2" in text
-    assert "toprovar rebuild" in text
+    assert "toprovar-export rebuild" in text
     assert not machine.api.calls
 
 

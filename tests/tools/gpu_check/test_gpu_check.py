@@ -1,6 +1,8 @@
 """The program that measures a GPU path: its stages on the CPU with a small model, and what a failing stage leaves."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -123,3 +125,36 @@ def test_a_summary_takes_the_nearest_rank():
     assert summary([3.0, 1.0, 2.0])["median_ms"] == 2
     assert summary([float(i) for i in range(1, 21)])["p90_ms"] == 18
     assert summary([5.0])["p90_ms"] == 5
+
+
+BARE_MACHINE = """
+import runpy, sys
+for name in ("torch", "onnx", "onnx_ir", "onnxruntime"):
+    sys.modules[name] = None
+runpy.run_module("toprovar.tools." + sys.argv[1], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["gpu_check", "operator_bench"])
+def test_help_works_and_a_run_says_what_is_missing_on_a_bare_machine(module, tmp_path):
+    command = [sys.executable, "-c", BARE_MACHINE.replace("sys.argv[1]", repr(module))]
+    told = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "usage:" in told.stdout
+    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert told.returncode == 3
+    assert told.stderr.startswith("error: ")
+    assert "torch" in told.stderr
+    assert "Traceback" not in told.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_a_gpu_and_places_that_cannot_be_written_are_told(tmp_path, monkeypatch, capsys):
+    import onnxruntime
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    places = ["--out", str(tmp_path / "g.json"), "--work", str(tmp_path / "work")]
+    assert program.main(places) == 3
+    assert "has no CUDA provider" in capsys.readouterr().err
+    assert program.main([*places, "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "is a folder; a file is expected" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -290,6 +290,7 @@ def test_finished_results_replace_the_state_copies(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == sorted([*results, *shipped])
 
 
+@pytest.mark.slow
 def test_decoder_stage_leaves_the_codes_alone(tmp_path: Path, sprites: Sprites) -> None:
     composer = Composer(sprites)
     before = tokenizer_stage.new_tokenizer(3, (32, 32, 32, 32))
@@ -315,6 +316,7 @@ def test_decoder_stage_leaves_the_codes_alone(tmp_path: Path, sprites: Sprites) 
     assert {"single", "pattern", "scene"} <= set(lines[-1]["psnr_db"])
 
 
+@pytest.mark.slow
 def test_classifier_learns_the_drawings(tmp_path: Path, sprites: Sprites) -> None:
     composer = Composer(sprites)
     tokenizer = tokenizer_stage.new_tokenizer(3, (32, 32, 32, 32)).eval()
