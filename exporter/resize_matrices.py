@@ -32,7 +32,20 @@ def area_matrix(old: int, new: int) -> np.ndarray:
     return matrix.astype(np.float32)
 
 
-RESIZES = {"bilinear": bilinear_matrix, "area": area_matrix}
+def bicubic_matrix(old: int, new: int) -> np.ndarray:
+    """[new, old] float32; rows sum to 1. Half-pixel centres, a = -0.75, no antialias, clamped at the borders."""
+    a, matrix = -0.75, np.zeros((new, old))
+    for i in range(new):
+        position = (i + 0.5) * old / new - 0.5
+        low = int(np.floor(position))
+        for j in range(low - 1, low + 3):
+            x = abs(position - j)
+            near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((x - 5) * x + 8) * x * a - 4 * a
+            matrix[i, min(max(j, 0), old - 1)] += near if x <= 1 else far
+    return matrix.astype(np.float32)
+
+
+RESIZES = {"bilinear": bilinear_matrix, "area": area_matrix, "bicubic": bicubic_matrix}
 
 
 def resize_pair(kind: str, old: tuple[int, int], new: tuple[int, int]) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -43,7 +43,8 @@ def inspect_path(path: str) -> dict[str, Any]:
 def _checkpoint(path: Path) -> dict[str, Any]:
     console.require_packages("inspecting a checkpoint", "torch")
     from toprovar.exporter.checkpoints import open_checkpoint
-    from toprovar.exporter.families import Family, canonical_tokenizer_names, recognise_family
+    from toprovar.exporter.families import DROPPED_KEYS, Family, canonical_tokenizer_names, recognise_family
+    from toprovar.exporter.hart.config import config_from_shapes as hart_config_from_shapes
     from toprovar.exporter.infinity.config import config_from_shapes
     from toprovar.exporter.infinity.tokenizer import tokenizer_config_from_shapes
 
@@ -56,13 +57,16 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "files": [str(file) for file in checkpoint.files],
         "sha256": checkpoint.digest(),
         "tensors": len(checkpoint.shapes),
-        "parameters": sum(prod(shape) for shape in checkpoint.shapes.values()),
+        "parameters": sum(prod(shape) for name, shape in checkpoint.shapes.items() if name not in DROPPED_KEYS),
         "dtypes": dict(Counter(str(dtype).removeprefix("torch.") for dtype in checkpoint.dtypes.values())),
         "notes": list(checkpoint.notes),
     }
     if family is Family.INFINITY:
         config = config_from_shapes(checkpoint.shapes)
         facts["config"] = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    elif family is Family.HART:
+        hart = hart_config_from_shapes(checkpoint.shapes)
+        facts["config"] = {name: getattr(hart, name) for name in hart.__dataclass_fields__}
     elif family is Family.BIT_TOKENIZER:
         names = canonical_tokenizer_names(checkpoint.shapes, str(path))
         found = tokenizer_config_from_shapes({names.get(n, n): s for n, s in checkpoint.shapes.items()})

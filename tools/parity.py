@@ -9,13 +9,13 @@ Runtime, and every recorded array is compared. Exit codes: 0 all arrays agree, 1
 
 from __future__ import annotations
 
+import importlib
 import math
-import re
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -23,138 +23,21 @@ import typer
 from toprovar.exporter.families import Family
 from toprovar.exporter.model import load_infinity, load_tokenizer, require_torch
 from toprovar.runtime.errors import EXIT_ANSWER_IS_NO, EXIT_OK, ToprovarError
-from toprovar.runtime.version import VERSION
 from toprovar.tools import console
 from toprovar.tools.parity_file import MAKE_AGAIN, ParityFile, RecordedRun, open_parity_file, read_run, runs_in
 from toprovar.tools.parity_observe import Arrays, observe_onnxruntime, observe_torch
+from toprovar.tools.parity_report import KINDS, Report, Row, absent, compare_array
 from toprovar.tools.parity_tokenizer import inputs_of, observe_tokenizer_onnxruntime, observe_tokenizer_torch
 
-SCHEMA_VERSION = 1
 BACKENDS = ("torch", "onnxruntime")
 
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Largest error allowed: `relative` times the largest reference value, plus `absolute`."""
-
-    relative: float
-    absolute: float
-    reason: str
-
-
-TOLERANCES = {
-    "activation": Tolerance(1e-5, 0.0, "fp32 sums in another order; about 80 units in the last place of the largest"),
-    "codes": Tolerance(0.0, 1e-5, "sums of at most 64 maps of +-1/sqrt(d) and their bilinear means"),
-    "exact": Tolerance(0.0, 0.0, "bits: one that differs is another token"),
-    "picture": Tolerance(1e-5, 0.0, "fp32 convolutions; measured 1e-6 of the largest"),
-    "rope": Tolerance(1e-5, 0.0, "angles up to 111 in fp32: one unit in the last place is 8e-6"),
+# Families with a module of their own: `compare(file, runs, backends, report)` there; backends is None for all it has.
+FAMILY_MODULES = {
+    Family.HART: "toprovar.tools.parity_hart",
 }
-
-# First match wins. Kinds are keys of TOLERANCES.
-KINDS = (
-    (re.compile(r"(enc/)?bits/\d+"), "exact"),
-    (re.compile(r"rope"), "rope"),
-    (re.compile(r"(enc/)?(next|codes_in)/\d+|summed_codes|codes/from_bits\d*"), "codes"),
-    (re.compile(r"enc/(summed_codes|codes|z_q|zq|quant|f_hat)"), "codes"),
-    (re.compile(r"dec/x|enc/(z|h|latent|features|raw)"), "picture"),
-    (re.compile(r"(in|raw|logits|block(N|\d+))/\d+|cond_BD|gss|ca_kv|cache_[kv]\d+"), "activation"),
-)
-# Arrays of which a file may hold a leading part only: some rows, tokens, or keys.
-MAY_BE_CUT = re.compile(r"(in|raw|block(N|\d+))/\d+|cache_[kv]\d+|rope")
-
-Verdict = Literal["pass", "fail", "not seen", "unknown", "forced"]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One array. verdict: "not seen" where the backend shows no such value, "forced" where the file's was fed in."""
-
-    backend: str
-    run: str
-    array: str
-    verdict: Verdict
-    values: int = 0
-    max_abs_error: float | None = None
-    largest: float | None = None
-    tolerance: float | None = None
-    note: str = ""
-
-
-@dataclass
-class Report:
-    file: str
-    family: str
-    rows: list[Row] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
-
-    @property
-    def compared(self) -> int:
-        return sum(row.verdict in ("pass", "fail") for row in self.rows)
-
-    @property
-    def failed(self) -> list[Row]:
-        return [row for row in self.rows if row.verdict == "fail"]
-
-    @property
-    def passed(self) -> bool:
-        return self.compared > 0 and not self.failed and not self.empty
-
-    def document(self) -> dict[str, object]:
-        """What --json prints. Numbers that are not finite become null."""
-        rows = [
-            {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(row).items()}
-            for row in self.rows
-        ]
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "tool_version": VERSION,
-            "file": self.file,
-            "family": self.family,
-            "passed": self.passed,
-            "compared": self.compared,
-            "failed": len(self.failed),
-            "compared_nothing": self.empty,
-            "arrays": rows,
-        }
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
-
-
-def compare_array(backend: str, run: str, name: str, found: np.ndarray, expected: np.ndarray) -> Row:
-    """found: what this project computed; expected: what the file holds. Axes of length 1 do not count."""
-    kind = next((kind for pattern, kind in KINDS if pattern.fullmatch(name)), None)
-    if kind is None:
-        return Row(backend, run, name, "unknown", note="no array of this name is known")
-    note = ""
-    if found.shape != expected.shape:
-        squeezed = tuple(n for n in expected.shape if n != 1)
-        if tuple(n for n in found.shape if n != 1) == squeezed:
-            found = found.reshape(expected.shape)
-        elif (
-            MAY_BE_CUT.fullmatch(name)
-            and found.ndim == expected.ndim
-            and found.shape[-1] == expected.shape[-1]
-            and all(e <= f for e, f in zip(expected.shape, found.shape, strict=True))
-        ):
-            note = f"leading part of {list(found.shape)}" if name[:3] != "in/" else ""
-            found = found[tuple(slice(0, n) for n in expected.shape)]
-        else:
-            return Row(backend, run, name, "fail", note=f"shape {list(found.shape)}, expected {list(expected.shape)}")
-    if expected.size == 0:
-        return Row(backend, run, name, "fail", note="the array is empty: nothing to compare")
-    wide_found, wide = found.astype(np.float64), expected.astype(np.float64)
-    tolerance = TOLERANCES[kind]
-    largest = float(np.abs(wide).max())
-    limit = tolerance.relative * largest + tolerance.absolute
-    for side, array in (("computed", wide_found), ("recorded", wide)):
-        if not np.isfinite(array).all():
-            count = int((~np.isfinite(array)).sum())
-            return Row(
-                backend, run, name, "fail", expected.size, math.nan, largest, limit, f"{count} {side} values not finite"
-            )
-    error = float(np.abs(wide_found - wide).max())
-    return Row(backend, run, name, "pass" if error <= limit else "fail", expected.size, error, largest, limit, note)
 
 
 def _fitted_rope(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -203,7 +86,7 @@ def _compare_run(file: ParityFile, run: RecordedRun, backend: str, seen: Arrays)
             rows.append(row)
         else:
             known = any(pattern.fullmatch(name) for pattern, _ in KINDS)
-            rows.append(_absent(backend, run.name, name, known))
+            rows.append(absent(backend, run.name, name, known))
     return rows
 
 
@@ -219,15 +102,9 @@ def _available_keys(
     if backend != "onnxruntime" or expected.ndim != 4 or not 0 < expected.shape[2] - found.shape[2] <= last:
         return row
     if not found.shape[2]:
-        return _absent(backend, run.name, name, True)
+        return absent(backend, run.name, name, True)
     part = compare_array(backend, run.name, name, found, expected[:, :, : found.shape[2]])
     return _with_note(part, f"first {found.shape[2]} of {expected.shape[2]} keys; the last scale's stay inside")
-
-
-def _absent(backend: str, run: str, name: str, known: bool) -> Row:
-    if known:
-        return Row(backend, run, name, "not seen", note=f"{backend} does not compute or show it")
-    return Row(backend, run, name, "unknown", note="no array of this name is known")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -251,10 +128,13 @@ def compare_file(path: Path, runs: list[str] | None = None, backends: list[str] 
                 f"{path} holds a tokenizer, which has no runs; found --run {runs[0]}", "leave --run out"
             )
         _compare_tokenizer(file, backends or list(BACKENDS), report)
+    elif file.family in FAMILY_MODULES:
+        importlib.import_module(FAMILY_MODULES[file.family]).compare(file, runs, backends, report)
     else:
+        readable = [Family.INFINITY, Family.BIT_TOKENIZER, *FAMILY_MODULES]
         raise ToprovarError(
             f"{path} holds a model of family {file.family.value}, which is not supported yet; parity reads "
-            f"{Family.INFINITY.value} and {Family.BIT_TOKENIZER.value}",
+            f"{', '.join(family.value for family in readable)}",
             "compare a file of one of these families",
         )
     for backend in backends or []:
@@ -287,7 +167,7 @@ def _compare_infinity(file: ParityFile, asked: list[str] | None, backends: list[
                 report.rows.append(compare_array(backend, "", "rope", _fitted_rope(seen["rope"], expected), expected))
             report.rows.extend(_compare_run(file, run, backend, seen))
         strangers = {n for n in file.shapes if n != "rope" and n.partition("/")[0] not in {"w", *file.meta}}
-        report.rows.extend(_absent(backend, "", name, False) for name in sorted(strangers))
+        report.rows.extend(absent(backend, "", name, False) for name in sorted(strangers))
 
 
 def _is_patchify(file: ParityFile) -> bool:
@@ -318,7 +198,7 @@ def _compare_tokenizer(file: ParityFile, backends: list[str], report: Report) ->
         seen = observe(model, file)
         for name in names:
             if name not in seen:
-                report.rows.append(_absent(backend, "", name, any(p.fullmatch(name) for p, _ in KINDS)))
+                report.rows.append(absent(backend, "", name, any(p.fullmatch(name) for p, _ in KINDS)))
                 continue
             found, expected, note = seen[name], file.read(name), ""
             if name == "dec/x":

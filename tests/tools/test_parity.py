@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 
 from toprovar.runtime.errors import ToprovarError
-from toprovar.tools import parity_file
-from toprovar.tools.parity import KINDS, TOLERANCES, Report, app, compare_array, compare_file
+from toprovar.tools import parity_file, parity_hart
+from toprovar.tools.parity import app, compare_file
+from toprovar.tools.parity_report import KINDS, TOLERANCES, Report, compare_array
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT.parent / "shared" / "fixtures"
@@ -207,7 +208,7 @@ def test_comparing_nothing_fails(small: Path) -> None:
 
 
 def test_every_kind_has_a_tolerance_with_a_reason() -> None:
-    assert {kind for _, kind in KINDS} == set(TOLERANCES)
+    assert {kind for _, kind in (*KINDS, *parity_hart.KINDS)} == set(TOLERANCES)
     assert all(tolerance.reason for tolerance in TOLERANCES.values())
 
 
@@ -356,7 +357,7 @@ def test_decoded_picture_needs_its_latent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("weight", "family"),
-    [("blocks.0.attn.mat_qkv.weight", "var"), ("blocks.0.attn.qkv_proj.weight", "hart")],
+    [("blocks.0.attn.mat_qkv.weight", "var"), ("blocks.0.attn.q_proj.weight", "infinitystar")],
 )
 def test_other_families_are_not_supported_yet(tmp_path: Path, weight: str, family: str) -> None:
     path = tmp_path / "other.npz"

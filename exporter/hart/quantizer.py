@@ -1,0 +1,63 @@
+"""From drawn indices to the latent: codebook and the convolutions that smooth each scale's map.
+
+The part of the tokenizer that the loop needs; VAR's tokenizer has the same one under the same names.
+Source: VAR (arXiv 2404.02905), FoundationVision/VAR, models/quant.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+RESIDUAL_SHARE = 0.5  # of the convolution in a smoothed map
+
+
+def smoothing_index(scale: int, scales: int, convolutions: int = 4) -> int:
+    """Which convolution smooths a scale: the tick nearest to its place in 0..1; ties go as float64 rounds them."""
+    if scales == 1:
+        return 0
+    margin = 1 / 3 / convolutions if convolutions == 4 else 1 / 2 / convolutions
+    ticks = np.linspace(margin, 1 - margin, convolutions)
+    return int(np.argmin(np.abs(ticks - scale / (scales - 1))))
+
+
+class Smoothing(nn.Module):
+    """The convolutions, 3x3 each."""
+
+    def __init__(self, channels: int, convolutions: int) -> None:
+        super().__init__()
+        self.qresi_ls = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(convolutions))
+
+    def forward(self, h: Tensor, scale: int, scales: int) -> Tensor:
+        """h: [B, d, n, n] -> the same shape."""
+        convolution = self.qresi_ls[smoothing_index(scale, scales, len(self.qresi_ls))]
+        return h * (1 - RESIDUAL_SHARE) + convolution(h) * RESIDUAL_SHARE
+
+
+class Quantizer(nn.Module):
+    def __init__(self, vocabulary: int, channels: int, convolutions: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, channels)
+        self.quant_resi = Smoothing(channels, convolutions)
+
+    @property
+    def channels(self) -> int:
+        return self.embedding.weight.shape[1]
+
+    def contribution(self, embeddings: Tensor, side: int, last_side: int, scale: int, scales: int) -> Tensor:
+        """What a scale adds to the latent. embeddings: [B, side*side, d] -> [B, d, last_side, last_side]."""
+        h = tokens_to_map(embeddings, side)
+        if side != last_side:
+            h = F.interpolate(h, size=(last_side, last_side), mode="bicubic")
+        return self.quant_resi(h, scale, scales)
+
+
+def resize_down(latent: Tensor, side: int) -> Tensor:
+    """The latent at the next scale's size: mean over areas. latent: [B, d, H, H] -> [B, d, side, side]."""
+    return F.interpolate(latent, size=(side, side), mode="area")
+
+
+def tokens_to_map(tokens: Tensor, side: int) -> Tensor:
+    """[B, side*side, d] -> [B, d, side, side]."""
+    return tokens.transpose(1, 2).unflatten(-1, (side, side))

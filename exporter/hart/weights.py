@@ -1,0 +1,91 @@
+"""HART's weights as the graphs want them: matrices [in, out], the packed q/k/v bias in one piece, the attention factor
+exponentiated, levels and diffusion times as vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from toprovar.exporter.hart.quantizer import Quantizer
+from toprovar.exporter.hart.residual import STEPS, diffusion_tables
+from toprovar.exporter.hart.transformer import MAX_LOG_SCALE, Hart, SelfAttention
+from toprovar.exporter.weights_file import WeightsLayout, WeightSpec, layout_weights
+
+Thunks = dict[str, Callable[[], Tensor]]
+
+
+def hart_weights(model: Hart, quantizer: Quantizer, scales: int, steps: int = STEPS) -> Thunks:
+    """Names and lazily computed fp32 tensors of everything that the graphs of `scales` scales read.
+
+    steps: reverse steps of the residual head
+    """
+    weights: Thunks = {}
+
+    def linear(name: str, layer: nn.Module) -> None:
+        assert isinstance(layer, nn.Linear)
+        weights[name] = lambda: layer.weight.T
+        if layer.bias is not None:
+            weights[f"{name}_bias"] = lambda: layer.bias
+
+    def vector(name: str, make: Callable[[], Tensor]) -> None:
+        weights[name] = make
+
+    def levels() -> Tensor:
+        bias = model.word_embed.bias
+        return torch.stack([model.level(0), *(model.level(s) + bias for s in range(1, scales))])
+
+    vector("context_norm", lambda: model.context_norm.weight)
+    linear("context_embed", model.context_embed)
+    linear("word_embed", model.word_embed)
+    vector("lvl_bias", levels)
+    linear("head_ada", model.head_nm.ada_lin[1])
+    vector("head_norm", lambda: model.head_nm.ln_wo_grad.weight)
+    linear("head", model.head)
+    vector("decoder_norm", lambda: model.decoder_norm.weight)
+    for i, block in enumerate(model.blocks):
+        p = f"layers.{i}"
+        vector(f"{p}.ada_pack", lambda b=block: b.scale_shift_table[:, None])  # type: ignore[misc]
+        vector(f"{p}.norm", lambda b=block: b.ln_wo_grad.weight)  # type: ignore[misc]
+        linear(f"{p}.qkv", block.attn.qkv_proj)
+        vector(f"{p}.qkv_bias", lambda a=block.attn: _packed_bias(a))  # type: ignore[misc]
+        if model.config.cosine:
+            vector(f"{p}.scale_mul", lambda a=block.attn: _factor(a))  # type: ignore[misc]
+        linear(f"{p}.proj", block.attn.proj)
+        linear(f"{p}.gate", block.ffn.gate_proj)
+        linear(f"{p}.up", block.ffn.up_proj)
+        linear(f"{p}.down", block.ffn.down_proj)
+    net = model.diffloss.net
+    times = torch.from_numpy(diffusion_tables(steps).times)
+    vector("residual.times", lambda: net.time_embed(times.to(net.cond_embed.weight.device)))
+    linear("residual.cond", net.cond_embed)
+    linear("residual.input", net.input_proj)
+    for j, block in enumerate(net.res_blocks):
+        p = f"residual.blocks.{j}"
+        vector(f"{p}.norm", lambda b=block: b.in_ln.weight)  # type: ignore[misc]
+        vector(f"{p}.norm_bias", lambda b=block: b.in_ln.bias)  # type: ignore[misc]
+        linear(f"{p}.mlp.0", block.mlp[0])
+        linear(f"{p}.mlp.2", block.mlp[2])
+        linear(f"{p}.ada", block.adaLN_modulation[1])
+    linear("residual.ada", net.final_layer.adaLN_modulation[1])
+    linear("residual.output", net.final_layer.linear)
+    vector("codebook", lambda: quantizer.embedding.weight)
+    for k, convolution in enumerate(quantizer.quant_resi.qresi_ls):
+        vector(f"smoothing.{k}", lambda c=convolution: c.weight)  # type: ignore[misc]
+        vector(f"smoothing.{k}_bias", lambda c=convolution: c.bias)  # type: ignore[misc]
+    return weights
+
+
+def _packed_bias(attention: SelfAttention) -> Tensor:
+    return torch.cat([attention.q_bias, torch.zeros_like(attention.q_bias), attention.v_bias])
+
+
+def _factor(attention: SelfAttention) -> Tensor:
+    return attention.scale_mul_1H11.float().clamp(max=MAX_LOG_SCALE).exp().view(-1, 1)
+
+
+@torch.inference_mode()
+def weights_layout(weights: Thunks) -> WeightsLayout:
+    """Where every tensor lies in the weights file, fp32."""
+    return layout_weights({name: WeightSpec("F32", tuple(make().shape)) for name, make in weights.items()})

@@ -1,0 +1,340 @@
+"""HART's recorded runs: reads them, repeats them on their own indices and noise, and compares every array.
+
+Called by parity.py, which fixes the command line and the verdicts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toprovar.runtime.errors import ToprovarError
+from toprovar.tools.parity_file import MAKE_AGAIN, MAX_MAP_SIDE, MAX_SCALES, MAX_TOKENS, ParityFile
+from toprovar.tools.parity_report import KINDS as KINDS_OF_ALL
+from toprovar.tools.parity_report import Kinds, Report, Row, absent, compare_array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toprovar.exporter.hart.config import HartConfig
+    from toprovar.exporter.hart.quantizer import Quantizer
+    from toprovar.exporter.hart.transformer import Hart
+
+Arrays = dict[str, np.ndarray]
+
+KINDS: Kinds = (
+    (re.compile(r"idx/\d+|diff/timestep_map"), "exact"),
+    (re.compile(r"diff/betas|diff/cfg"), "codes"),
+    (re.compile(r"diff/z"), "activation"),
+    (re.compile(r"diff/out"), "diffusion"),
+    (re.compile(r"f_hat"), "latent"),
+    *KINDS_OF_ALL,
+)
+SMOOTH_NOTE = "the noise of the smooth variant is not recorded"
+
+
+@dataclass(frozen=True)
+class HartRun:
+    """Inputs of one run.
+
+    sides:      of the schedule's square maps; `indices` has one entry per scale that ran
+    text:       [B, T, text width]; mask [B, T] bool; positions [B, T]
+    indices:    per scale that ran [B, n*n] int64
+    start:      [B*n*n, d] and steps [count, 2*B*n*n, d], noise of the residual head; None where it did not run
+    maps:       {scale: recorded input}, fed in where the run is smooth
+    recorded:   names of the arrays to compare, without the run's prefix
+    """
+
+    name: str
+    sides: tuple[int, ...]
+    cfg: float
+    top_p: float
+    smooth: bool
+    text: np.ndarray
+    mask: np.ndarray
+    positions: np.ndarray
+    indices: list[np.ndarray]
+    start: np.ndarray | None
+    steps: np.ndarray | None
+    maps: dict[int, np.ndarray]
+    recorded: list[str]
+
+
+def compare(file: ParityFile, asked: list[str] | None, backends: list[str] | None, report: Report) -> None:
+    """Adds a row per recorded array to the report.
+
+    backends: "torch" and "onnxruntime"; None stands for both.
+    Raises:   ToprovarError if the file is incomplete, or the graphs lack what the run asks for.
+    """
+    import torch
+
+    from toprovar.exporter.hart.load import check_belong_together, load_hart, load_quantizer
+    from toprovar.tools.parity_hart_graphs import observe_onnxruntime
+
+    names = runs_in(file, asked)
+    weights = {name: torch.from_numpy(array) for name, array in file.weights().items()}
+    model = load_hart(weights, str(file.path), heads=_heads(file))
+    quantizer = load_quantizer(weights, str(file.path))
+    check_belong_together(model, quantizer, str(file.path))
+    runs = [read_run(file, name, model.config) for name in names]
+    tables, strangers = _diffusion_arrays(file), {"w", *_present(file)}
+    for backend in backends or ("torch", "onnxruntime"):
+        observe = {"torch": observe_torch, "onnxruntime": observe_onnxruntime}[backend]
+        for run in runs:
+            report.rows.extend(_compare_run(file, run, backend, observe(model, quantizer, run)))
+        for array in sorted(file.shapes):
+            if array in tables and backend == "torch":
+                report.rows.append(compare_array(backend, "", array, tables[array], file.read(array), KINDS))
+            elif array not in tables and array.partition("/")[0] not in strangers:
+                report.rows.append(absent(backend, "", array, False))
+
+
+def _heads(file: ParityFile) -> int | None:
+    heads = file.meta.get("heads")
+    return heads if type(heads) is int and heads > 0 else None
+
+
+def _diffusion_arrays(file: ParityFile) -> Arrays:
+    from toprovar.exporter.hart.residual import diffusion_tables
+
+    count = math.prod(file.shapes.get("diff/timestep_map", file.shapes.get("diff/betas", (0,))))
+    if not 0 < count <= 1000:
+        return {}
+    tables = diffusion_tables(count)
+    return {"diff/timestep_map": tables.times, "diff/betas": tables.betas}
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+INPUTS = ("text", "mask", "position_ids")
+
+
+def _present(file: ParityFile) -> list[str]:
+    """Runs are what has indices, or a text of its own."""
+    ends = ("/idx/0", "/text")
+    found = [name.removesuffix(end) for name in file.shapes for end in ends if name.endswith(end) and name[:2] != "w/"]
+    return list(dict.fromkeys(found))
+
+
+def _input_name(file: ParityFile, run: str, key: str) -> str:
+    """Where an input of the run lies: under its own name, or that of the only other run that has one."""
+    own = f"{run}/{key}"
+    if own in file.shapes:
+        return own
+    others = [name for name in file.shapes if name.endswith(f"/{key}") and name[:2] != "w/"]
+    return others[0] if len(others) == 1 else own
+
+
+def runs_in(file: ParityFile, asked: list[str] | None) -> list[str]:
+    """Names of the runs to compare.
+
+    Raises: ToprovarError if there is none, or an asked one is missing.
+    """
+    present = _present(file)
+    if not present:
+        raise ToprovarError(f"{file.path} holds no run: no array is named <run>/idx/0 or <run>/text", MAKE_AGAIN)
+    for name in asked or []:
+        if name not in present:
+            raise ToprovarError(f"{file.path} has no run {name}; it has {', '.join(present)}", "pass one of them")
+    return list(dict.fromkeys(asked)) if asked else present
+
+
+def read_run(file: ParityFile, name: str, config: HartConfig) -> HartRun:
+    """Reads one run and checks it against the model's sizes.
+
+    Raises: ToprovarError naming the key or array that is missing or does not fit.
+    """
+    own = file.meta.get(name)
+    settings: dict[str, Any] = {**file.meta, **(own if isinstance(own, dict) else {})}
+    sides = _sides(file, settings.get("patch_nums"))
+    text = _array(file, _input_name(file, name, "text"), (None, None, config.text_width))
+    B, T, _ = text.shape
+    mask = _array(file, _input_name(file, name, "mask"), (B, T)).astype(bool)
+    if not mask.any(axis=1).all():
+        raise ToprovarError(f"{file.path}: array {name}/mask has a prompt without a token of its own", MAKE_AGAIN)
+    ran = sum(f"{name}/idx/{scale}" in file.shapes for scale in range(len(sides)))
+    if not ran:
+        raise ToprovarError(f"{file.path} has no array {name}/idx/0, the first indices of the run", MAKE_AGAIN)
+    indices = [_indices(file, f"{name}/idx/{scale}", (B, sides[scale] ** 2), config.vocabulary) for scale in range(ran)]
+    smooth = bool(settings.get("more_smooth", settings.get("smooth", name.startswith("smooth"))))
+    start, steps = None, None
+    noises = sorted((n for n in file.names(name) if re.fullmatch(r"diff/noise/\d+", n)), key=lambda n: int(n[11:]))
+    if noises and ran == len(sides):
+        if len(noises) < 2 or noises != [f"diff/noise/{i}" for i in range(len(noises))]:
+            raise ToprovarError(
+                f"{file.path} has {len(noises)} arrays {name}/diff/noise/<step>, last {noises[-1]}; expected the start "
+                "and one per step, numbered from 0",
+                MAKE_AGAIN,
+            )
+        rows, d = B * sides[-1] ** 2, config.code_channels
+        start = _array(file, f"{name}/{noises[0]}", (rows, d))
+        steps = np.stack([_array(file, f"{name}/{noise}", (2 * rows, d)) for noise in noises[1:]])
+    maps = {}
+    if smooth:
+        for scale in range(1, ran):
+            side = sides[scale]
+            maps[scale] = _array(file, f"{name}/next/{scale}", (B, config.code_channels, side, side))
+    return HartRun(
+        name=name,
+        sides=sides,
+        cfg=_number(file, settings, "cfg", 0, 1000),
+        top_p=_number(file, settings, "top_p", 0, 1, default=0.0),
+        smooth=smooth,
+        text=text,
+        mask=mask,
+        positions=_array(file, _input_name(file, name, "position_ids"), (B, T)).astype(np.int64),
+        indices=indices,
+        start=start,
+        steps=steps,
+        maps=maps,
+        recorded=[array for array in file.names(name) if array not in INPUTS and array not in noises],
+    )
+
+
+def _sides(file: ParityFile, value: Any) -> tuple[int, ...]:
+    fits = isinstance(value, list) and 2 <= len(value) <= MAX_SCALES
+    if not fits or not all(type(n) is int and 1 <= n <= MAX_MAP_SIDE for n in value) or value[0] != 1:
+        raise ToprovarError(
+            f"{file.path}: meta.patch_nums is {repr(value)[:80]}; expected 2 to {MAX_SCALES} sides from 1 to "
+            f"{MAX_MAP_SIDE}, the first of them 1",
+            MAKE_AGAIN,
+        )
+    total = sum(n * n for n in value)
+    if total > MAX_TOKENS:
+        raise ToprovarError(
+            f"{file.path}: meta.patch_nums has {total} tokens; expected at most {MAX_TOKENS}", MAKE_AGAIN
+        )
+    return tuple(value)
+
+
+def _number(
+    file: ParityFile, settings: dict[str, Any], key: str, lowest: float, highest: float, default: float | None = None
+) -> float:
+    value = settings.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
+        raise ToprovarError(
+            f"{file.path}: meta.{key} is {repr(value)[:80]}; expected a number from {lowest} to {highest}", MAKE_AGAIN
+        )
+    return float(value)
+
+
+def _array(file: ParityFile, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
+    array = file.read(name)
+    fits = len(array.shape) == len(shape) and all(w in (None, n) for n, w in zip(array.shape, shape, strict=True))
+    if not fits or not array.size:
+        expected = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ToprovarError(
+            f"{file.path}: array {name} has shape {list(array.shape)}; expected [{expected}]", MAKE_AGAIN
+        )
+    return array
+
+
+def _indices(file: ParityFile, name: str, shape: tuple[int, int], vocabulary: int) -> np.ndarray:
+    array = file.read(name)
+    if array.size == math.prod(shape):
+        array = array.reshape(shape)
+    if array.shape != shape or array.dtype.kind not in "iu":
+        raise ToprovarError(
+            f"{file.path}: array {name} is {array.dtype}{list(array.shape)}; expected whole numbers {list(shape)}",
+            MAKE_AGAIN,
+        )
+    if (array < 0).any() or (array >= vocabulary).any():
+        raise ToprovarError(
+            f"{file.path}: array {name} holds indices from {array.min()} to {array.max()}; expected 0 to "
+            f"{vocabulary - 1}",
+            MAKE_AGAIN,
+        )
+    return array.astype(np.int64)
+
+
+# -- repeating ---------------------------------------------------------------------------------------------------------
+
+
+class _RecordedNoise:
+    """The residual head's noise of a run; its indices are forced."""
+
+    def __init__(self, run: HartRun) -> None:
+        self.run = run
+
+    def indices(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
+        raise AssertionError("indices are forced")
+
+    smoothing = indices
+
+    def residual_start(self, tokens: int, channels: int) -> Tensor:
+        import torch
+
+        return torch.from_numpy(self.run.start)
+
+    def residual_steps(self, tokens: int, channels: int, rows: int) -> Tensor:
+        import torch
+
+        return torch.from_numpy(self.run.steps)
+
+
+def observe_torch(model: Hart, quantizer: Quantizer, run: HartRun) -> Arrays:
+    """The PyTorch loop, teacher-forced; what it computed under the names of the parity files."""
+    import torch
+
+    from toprovar.exporter.hart.generate import Sampling, generate
+
+    wanted = {array.rpartition("/")[0] if array[-1].isdigit() else array for array in run.recorded}
+    seen: Arrays = {}
+
+    def observe(name: str, scale: int, tensor: Tensor) -> None:
+        if name.startswith("diff/"):
+            seen[name] = tensor.numpy()
+        elif name[0] in "kv" and f"cache_{name}" in run.recorded:
+            seen[f"cache_{name}"] = tensor.permute(1, 2, 0, 3).numpy()
+        elif name in wanted:
+            seen[f"{name}/{scale}"] = tensor.numpy()
+        if name == f"block{model.config.depth - 1}" and "blockN" in wanted:
+            seen[f"blockN/{scale}"] = tensor.numpy()
+
+    with torch.inference_mode():
+        prompt = model.prompt(*(torch.from_numpy(array) for array in (run.text, run.mask, run.positions)))
+    sampling = Sampling(run.cfg, top_p=run.top_p, residual=run.start is not None)
+    done = generate(
+        model,
+        quantizer,
+        prompt,
+        run.sides,
+        sampling,
+        noise=_RecordedNoise(run),
+        forced_indices=[torch.from_numpy(array) for array in run.indices],
+        forced_maps={scale: torch.from_numpy(array) for scale, array in run.maps.items()},
+        observe=observe,
+    )
+    seen["f_hat"] = done.latent.numpy()
+    seen["diff/cfg"] = np.float64(sampling.guidance(len(run.sides) - 1, len(run.sides))).reshape(())
+    return seen
+
+
+def _compare_run(file: ParityFile, run: HartRun, backend: str, seen: Arrays) -> list[Row]:
+    rows = []
+    for name in run.recorded:
+        kind = name.rpartition("/")[0]
+        expected = file.read(f"{run.name}/{name}")
+        note = ""
+        if name == "diff/out" and name in seen and len(seen[name]) * 2 == len(expected):
+            expected, note = expected[: len(seen[name])], "conditional rows; the graph has no others"
+        if kind == "idx" and backend == "torch":
+            rows.append(Row(backend, run.name, name, "forced", note="drawn by the reference's own generator"))
+        elif run.smooth and kind == "next":
+            rows.append(Row(backend, run.name, name, "forced", note=SMOOTH_NOTE))
+        elif run.smooth and name == "f_hat":
+            rows.append(Row(backend, run.name, name, "not seen", note=SMOOTH_NOTE))
+        elif name in seen:
+            row = compare_array(backend, run.name, name, seen[name], expected, KINDS)
+            if kind == "idx" and row.verdict == "pass":
+                row = Row(backend, run.name, name, "forced", note="fed in through the noise")
+            rows.append(replace(row, note=row.note or note))
+        else:
+            known = any(pattern.fullmatch(name) for pattern, _ in KINDS)
+            rows.append(absent(backend, run.name, name, known))
+    return rows
