@@ -239,9 +239,7 @@ def calibrate(
     alpha_max: Annotated[
         float | None, typer.Option("--alpha-max", min=0, max=1, help="Largest pruning probability; default 0.9.")
     ] = None,
-    beta: Annotated[
-        float | None, typer.Option("--beta", min=0, max=1e9, help="Steepness of R; fitted if left out.")
-    ] = None,
+    beta: Annotated[float | None, typer.Option("--beta", min=0, help="Steepness of R; fitted if left out.")] = None,
     global_layers: Annotated[
         int | None, typer.Option("--global-layers", min=1, help="Layers that stay dense; Otsu's split if left out.")
     ] = None,
@@ -250,7 +248,6 @@ def calibrate(
         typer.Option(
             "--target-speedup",
             min=1,
-            max=1e9,
             help="Choose D, layers and strength so that work (TLE) shrinks this much.",
         ),
     ] = None,
