@@ -64,7 +64,7 @@ class VarRun:
 def compare(file: ParityFile, asked: list[str] | None, backends: list[str] | None, report: Report) -> None:
     """Adds a row per recorded array to the report.
 
-    backends: "torch" is the only one that computes something; None stands for it. "onnxruntime" sees no array.
+    backends: "torch" and "onnxruntime", of which the second sees no array yet; None stands for both.
     Raises:   ToprovarError if the file is incomplete.
     """
     import torch
@@ -84,7 +84,7 @@ def compare(file: ParityFile, asked: list[str] | None, backends: list[str] | Non
         check_sides(model, run.sides, f"{file.path}: meta.patch_nums")
     present = runs_in(file, None)
     strangers = [] if "" in present else [n for n in file.shapes if n.partition("/")[0] not in ("w", *present)]
-    for backend in backends or ("torch",):
+    for backend in backends or ("torch", "onnxruntime"):
         for run in runs:
             seen = observe_torch(model, quantizer, run) if backend == "torch" else {}
             report.rows.extend(_compare_run(file, run, backend, seen))
