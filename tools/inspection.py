@@ -47,6 +47,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     from toprovar.exporter.hart.config import config_from_shapes as hart_config_from_shapes
     from toprovar.exporter.infinity.config import config_from_shapes
     from toprovar.exporter.infinity.tokenizer import tokenizer_config_from_shapes
+    from toprovar.exporter.var.config import config_from_shapes as var_config_from_shapes
 
     checkpoint = open_checkpoint(path)
     family = recognise_family(checkpoint.shapes, str(path))
@@ -67,6 +68,9 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     elif family is Family.HART:
         hart = hart_config_from_shapes(checkpoint.shapes)
         facts["config"] = {name: getattr(hart, name) for name in hart.__dataclass_fields__}
+    elif family is Family.VAR:
+        var = var_config_from_shapes(checkpoint.shapes)
+        facts["config"] = {name: getattr(var, name) for name in var.__dataclass_fields__}
     elif family is Family.BIT_TOKENIZER:
         names = canonical_tokenizer_names(checkpoint.shapes, str(path))
         found = tokenizer_config_from_shapes({names.get(n, n): s for n, s in checkpoint.shapes.items()})

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toprovar.runtime.errors import ToprovarError
-from toprovar.tools.parity_file import MAKE_AGAIN, MAX_MAP_SIDE, MAX_SCALES, MAX_TOKENS, ParityFile
+from toprovar.tools.parity_file import MAKE_AGAIN, ParityFile
+from toprovar.tools.parity_inputs import read_array, read_indices, read_number, read_sides
 from toprovar.tools.parity_report import KINDS as KINDS_OF_ALL
 from toprovar.tools.parity_report import Kinds, Report, Row, absent, compare_array
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from toprovar.exporter.codebook import Quantizer
     from toprovar.exporter.hart.config import HartConfig
-    from toprovar.exporter.hart.quantizer import Quantizer
     from toprovar.exporter.hart.transformer import Hart
 
 Arrays = dict[str, np.ndarray]
@@ -72,14 +73,15 @@ def compare(file: ParityFile, asked: list[str] | None, backends: list[str] | Non
     """
     import torch
 
-    from toprovar.exporter.hart.load import check_belong_together, load_hart, load_quantizer
+    from toprovar.exporter.codebook import check_belong_together, load_quantizer
+    from toprovar.exporter.hart.load import load_hart
     from toprovar.tools.parity_hart_graphs import observe_onnxruntime
 
     names = runs_in(file, asked)
     weights = {name: torch.from_numpy(array) for name, array in file.weights().items()}
     model = load_hart(weights, str(file.path), heads=_heads(file))
     quantizer = load_quantizer(weights, str(file.path))
-    check_belong_together(model, quantizer, str(file.path))
+    check_belong_together(model.config.vocabulary, model.config.code_channels, quantizer, str(file.path))
     runs = [read_run(file, name, model.config) for name in names]
     tables, strangers = _diffusion_arrays(file), {"w", *_present(file)}
     for backend in backends or ("torch", "onnxruntime"):
@@ -151,16 +153,18 @@ def read_run(file: ParityFile, name: str, config: HartConfig) -> HartRun:
     """
     own = file.meta.get(name)
     settings: dict[str, Any] = {**file.meta, **(own if isinstance(own, dict) else {})}
-    sides = _sides(file, settings.get("patch_nums"))
-    text = _array(file, _input_name(file, name, "text"), (None, None, config.text_width))
+    sides = read_sides(file, settings.get("patch_nums"))
+    text = read_array(file, _input_name(file, name, "text"), (None, None, config.text_width))
     B, T, _ = text.shape
-    mask = _array(file, _input_name(file, name, "mask"), (B, T)).astype(bool)
+    mask = read_array(file, _input_name(file, name, "mask"), (B, T)).astype(bool)
     if not mask.any(axis=1).all():
         raise ToprovarError(f"{file.path}: array {name}/mask has a prompt without a token of its own", MAKE_AGAIN)
     ran = sum(f"{name}/idx/{scale}" in file.shapes for scale in range(len(sides)))
     if not ran:
         raise ToprovarError(f"{file.path} has no array {name}/idx/0, the first indices of the run", MAKE_AGAIN)
-    indices = [_indices(file, f"{name}/idx/{scale}", (B, sides[scale] ** 2), config.vocabulary) for scale in range(ran)]
+    indices = [
+        read_indices(file, f"{name}/idx/{scale}", (B, sides[scale] ** 2), config.vocabulary) for scale in range(ran)
+    ]
     smooth = bool(settings.get("more_smooth", settings.get("smooth", name.startswith("smooth"))))
     start, steps = None, None
     noises = sorted((n for n in file.names(name) if re.fullmatch(r"diff/noise/\d+", n)), key=lambda n: int(n[11:]))
@@ -172,84 +176,28 @@ def read_run(file: ParityFile, name: str, config: HartConfig) -> HartRun:
                 MAKE_AGAIN,
             )
         rows, d = B * sides[-1] ** 2, config.code_channels
-        start = _array(file, f"{name}/{noises[0]}", (rows, d))
-        steps = np.stack([_array(file, f"{name}/{noise}", (2 * rows, d)) for noise in noises[1:]])
+        start = read_array(file, f"{name}/{noises[0]}", (rows, d))
+        steps = np.stack([read_array(file, f"{name}/{noise}", (2 * rows, d)) for noise in noises[1:]])
     maps = {}
     if smooth:
         for scale in range(1, ran):
             side = sides[scale]
-            maps[scale] = _array(file, f"{name}/next/{scale}", (B, config.code_channels, side, side))
+            maps[scale] = read_array(file, f"{name}/next/{scale}", (B, config.code_channels, side, side))
     return HartRun(
         name=name,
         sides=sides,
-        cfg=_number(file, settings, "cfg", 0, 1000),
-        top_p=_number(file, settings, "top_p", 0, 1, default=0.0),
+        cfg=read_number(file, settings, "cfg", 0, 1000),
+        top_p=read_number(file, settings, "top_p", 0, 1, default=0.0),
         smooth=smooth,
         text=text,
         mask=mask,
-        positions=_array(file, _input_name(file, name, "position_ids"), (B, T)).astype(np.int64),
+        positions=read_array(file, _input_name(file, name, "position_ids"), (B, T)).astype(np.int64),
         indices=indices,
         start=start,
         steps=steps,
         maps=maps,
         recorded=[array for array in file.names(name) if array not in INPUTS and array not in noises],
     )
-
-
-def _sides(file: ParityFile, value: Any) -> tuple[int, ...]:
-    fits = isinstance(value, list) and 2 <= len(value) <= MAX_SCALES
-    if not fits or not all(type(n) is int and 1 <= n <= MAX_MAP_SIDE for n in value) or value[0] != 1:
-        raise ToprovarError(
-            f"{file.path}: meta.patch_nums is {repr(value)[:80]}; expected 2 to {MAX_SCALES} sides from 1 to "
-            f"{MAX_MAP_SIDE}, the first of them 1",
-            MAKE_AGAIN,
-        )
-    total = sum(n * n for n in value)
-    if total > MAX_TOKENS:
-        raise ToprovarError(
-            f"{file.path}: meta.patch_nums has {total} tokens; expected at most {MAX_TOKENS}", MAKE_AGAIN
-        )
-    return tuple(value)
-
-
-def _number(
-    file: ParityFile, settings: dict[str, Any], key: str, lowest: float, highest: float, default: float | None = None
-) -> float:
-    value = settings.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
-        raise ToprovarError(
-            f"{file.path}: meta.{key} is {repr(value)[:80]}; expected a number from {lowest} to {highest}", MAKE_AGAIN
-        )
-    return float(value)
-
-
-def _array(file: ParityFile, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
-    array = file.read(name)
-    fits = len(array.shape) == len(shape) and all(w in (None, n) for n, w in zip(array.shape, shape, strict=True))
-    if not fits or not array.size:
-        expected = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ToprovarError(
-            f"{file.path}: array {name} has shape {list(array.shape)}; expected [{expected}]", MAKE_AGAIN
-        )
-    return array
-
-
-def _indices(file: ParityFile, name: str, shape: tuple[int, int], vocabulary: int) -> np.ndarray:
-    array = file.read(name)
-    if array.size == math.prod(shape):
-        array = array.reshape(shape)
-    if array.shape != shape or array.dtype.kind not in "iu":
-        raise ToprovarError(
-            f"{file.path}: array {name} is {array.dtype}{list(array.shape)}; expected whole numbers {list(shape)}",
-            MAKE_AGAIN,
-        )
-    if (array < 0).any() or (array >= vocabulary).any():
-        raise ToprovarError(
-            f"{file.path}: array {name} holds indices from {array.min()} to {array.max()}; expected 0 to "
-            f"{vocabulary - 1}",
-            MAKE_AGAIN,
-        )
-    return array.astype(np.int64)
 
 
 # -- repeating ---------------------------------------------------------------------------------------------------------

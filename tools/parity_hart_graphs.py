@@ -11,7 +11,7 @@ import numpy as np
 from toprovar.tools.parity_hart import Arrays, HartRun
 
 if TYPE_CHECKING:
-    from toprovar.exporter.hart.quantizer import Quantizer
+    from toprovar.exporter.codebook import Quantizer
     from toprovar.exporter.hart.transformer import Hart
 
 # With this noise the recorded index wins: one becomes an infinite Gumbel number.

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toprovar.exporter.hart.quantizer import Quantizer, resize_down, tokens_to_map
+from toprovar.exporter.codebook import Quantizer, resize_down, tokens_to_map
 from toprovar.exporter.hart.residual import STEPS
 from toprovar.exporter.hart.rope import image_angles, text_angles
-from toprovar.exporter.hart.sampling import draw_indices, mask_unlikely, soft_embeddings
 from toprovar.exporter.hart.transformer import Hart, Prompt
+from toprovar.exporter.index_sampling import IndexNoise, draw_indices, mask_unlikely, soft_embeddings
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.noise import uniform_noise
 
 Observer = Callable[[str, int, Tensor], None]
 
@@ -68,33 +67,16 @@ class Noise(Protocol):
         """[steps, rows*tokens, channels] standard normal; rows are B, or 2B under guidance."""
 
 
-class SeededNoise:
-    """Noise from counters: a value depends on seed, image and its own place alone.
+class SeededNoise(IndexNoise):
+    """Noise from counters, for the residual head too: planes RESIDUAL onwards."""
 
-    The noise planes of a run: scale s draws indices from plane s, smoothing from plane SMOOTHING + s, the residual head
-    from planes RESIDUAL onwards.
-    """
-
-    SMOOTHING = 2**16
     RESIDUAL = 2**17
-
-    def __init__(self, seeds: Sequence[int]) -> None:
-        self.seeds = list(seeds)
-
-    def _uniform(self, plane: int, tokens: int, columns: int) -> np.ndarray:
-        return np.stack([uniform_noise(seed, plane, tokens, columns) for seed in self.seeds])
 
     def _normal(self, plane: int, tokens: int, channels: int) -> Tensor:
         """Box-Muller on neighbouring columns. Returns: [B*tokens, channels] float32."""
-        radius, angle = np.split(self._uniform(plane, tokens, 2 * channels).astype(np.float64), 2, axis=-1)
+        radius, angle = np.split(self.uniform(plane, tokens, 2 * channels).astype(np.float64), 2, axis=-1)
         normal = np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * np.pi * angle)
         return torch.from_numpy(normal.astype(np.float32)).flatten(0, 1)
-
-    def indices(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
-        return torch.from_numpy(self._uniform(scale, tokens, vocabulary))
-
-    def smoothing(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
-        return torch.from_numpy(self._uniform(self.SMOOTHING + scale, tokens, vocabulary))
 
     def residual_start(self, tokens: int, channels: int) -> Tensor:
         return self._normal(self.RESIDUAL, tokens, channels)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from toprovar.exporter.codebook import RESIDUAL_SHARE, smoothing_index
 from toprovar.exporter.graph_builder import GraphBuilder
 from toprovar.exporter.hart.config import HartConfig
-from toprovar.exporter.hart.quantizer import RESIDUAL_SHARE, smoothing_index
 from toprovar.exporter.hart.residual import RESIDUAL_FACTOR, STEPS, diffusion_tables
-from toprovar.exporter.hart.sampling import SMALLEST_NOISE, smooth_temperature
+from toprovar.exporter.index_sampling import SMALLEST_NOISE, smooth_temperature
 from toprovar.exporter.resize_matrices import resize_pair
 from toprovar.exporter.weights_file import WeightsLayout
 

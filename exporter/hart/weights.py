@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from toprovar.exporter.hart.quantizer import Quantizer
+from toprovar.exporter.codebook import Quantizer
 from toprovar.exporter.hart.residual import STEPS, diffusion_tables
 from toprovar.exporter.hart.transformer import MAX_LOG_SCALE, Hart, SelfAttention
 from toprovar.exporter.weights_file import WeightsLayout, WeightSpec, layout_weights

@@ -9,8 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 
+from toprovar.exporter.codebook import load_quantizer  # noqa: E402
 from toprovar.exporter.hart.generate import Sampling, SeededNoise, generate  # noqa: E402
-from toprovar.exporter.hart.load import load_hart, load_quantizer  # noqa: E402
+from toprovar.exporter.hart.load import load_hart  # noqa: E402
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 from toprovar.tools.parity import compare_file  # noqa: E402
 

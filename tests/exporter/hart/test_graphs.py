@@ -12,10 +12,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs ONNX Runtime: pip install 'toprovar[onnxruntime]'")
 
+from toprovar.exporter.codebook import load_quantizer  # noqa: E402
 from toprovar.exporter.hart.generate import Sampling, SeededNoise, generate  # noqa: E402
 from toprovar.exporter.hart.graph_files import PROMPT_FILE, step_file, write_graphs  # noqa: E402
 from toprovar.exporter.hart.graphs import HartGraphs  # noqa: E402
-from toprovar.exporter.hart.load import load_hart, load_quantizer  # noqa: E402
+from toprovar.exporter.hart.load import load_hart  # noqa: E402
 from toprovar.exporter.hart.residual import STEPS  # noqa: E402
 from toprovar.exporter.hart.rope import image_angles, text_angles  # noqa: E402
 from toprovar.exporter.hart.weights import hart_weights, weights_layout  # noqa: E402

@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprova
 
 from safetensors.torch import save_file  # noqa: E402
 
+from toprovar.exporter.codebook import check_belong_together, load_quantizer  # noqa: E402
 from toprovar.exporter.hart.config import PUBLISHED, config_from_shapes  # noqa: E402
-from toprovar.exporter.hart.load import check_belong_together, load_hart, load_quantizer  # noqa: E402
+from toprovar.exporter.hart.load import load_hart  # noqa: E402
 from toprovar.exporter.hart.transformer import Hart  # noqa: E402
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 from toprovar.tools.cli import app  # noqa: E402
@@ -93,10 +94,10 @@ def test_other_variants_are_refused(name: str, words: str) -> None:
 
 
 def test_tokenizer_must_fit() -> None:
-    model, tensors = load_hart(weights(), "file"), weights()
+    tensors = weights()
     tensors["vae.quantize.embedding.weight"] = torch.zeros(36, 6)
     with pytest.raises(ToprovarError, match="codebook has 36 codes of 6 channels; the transformer draws 37 of 6"):
-        check_belong_together(model, load_quantizer(tensors, "file"), "file")
+        check_belong_together(37, 6, load_quantizer(tensors, "file"), "file")
     del tensors["vae.quantize.embedding.weight"]
     with pytest.raises(ToprovarError, match=r"quantize\.embedding\.weight is missing"):
         load_quantizer(tensors, "file")

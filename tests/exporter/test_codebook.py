@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 
-from toprovar.exporter.hart.quantizer import smoothing_index
+from toprovar.exporter.codebook import smoothing_index
 
 
 @pytest.mark.parametrize(("scales", "expected"), [(10, "0 0 1 1 1 2 2 3 3 3"), (14, "0 0 0 1 1 1 1 2 2 2 2 3 3 3")])

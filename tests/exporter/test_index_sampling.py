@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 
-from toprovar.exporter.hart.sampling import draw_indices, mask_unlikely, soft_embeddings  # noqa: E402
+from toprovar.exporter.index_sampling import draw_indices, mask_unlikely, soft_embeddings  # noqa: E402
 from toprovar.runtime.noise import uniform_noise  # noqa: E402
 
 

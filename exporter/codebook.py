@@ -1,16 +1,26 @@
 """From drawn indices to the latent: codebook and the convolutions that smooth each scale's map.
 
-The part of the tokenizer that the loop needs; VAR's tokenizer has the same one under the same names.
+The part of the tokenizer that the loops of VAR and HART need, under the same names in both.
 Source: VAR (arXiv 2404.02905), FoundationVision/VAR, models/quant.py.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toprovar.exporter.checkpoints import check_finite
+from toprovar.exporter.families import expect_shapes
+from toprovar.runtime.errors import ToprovarError
+
 RESIDUAL_SHARE = 0.5  # of the convolution in a smoothed map
+_CONVOLUTION = re.compile(r"quantize\.quant_resi\.qresi_ls\.(\d+)\.weight")
 
 
 def smoothing_index(scale: int, scales: int, convolutions: int = 4) -> int:
@@ -61,3 +71,40 @@ def resize_down(latent: Tensor, side: int) -> Tensor:
 def tokens_to_map(tokens: Tensor, side: int) -> Tensor:
     """[B, side*side, d] -> [B, d, side, side]."""
     return tokens.transpose(1, 2).unflatten(-1, (side, side))
+
+
+def load_quantizer(tensors: Mapping[str, Any], what: str) -> Quantizer:
+    """Codebook and smoothing convolutions of a VQ tokenizer, under `quantize.` or `vae.quantize.` (fp32).
+
+    Raises: ToprovarError for the first tensor that is missing, has another shape or is not finite.
+    """
+    own = {name.removeprefix("vae."): name for name in tensors if name.removeprefix("vae.").startswith("quantize.")}
+    shapes = {name: tuple(tensors[source].shape) for name, source in own.items()}
+    codebook = shapes.get("quantize.embedding.weight", ())
+    if len(codebook) != 2 or 0 in codebook:
+        raise ToprovarError(
+            f"{what}: tensor quantize.embedding.weight is missing or no matrix: found shape {list(codebook)}; expected "
+            "[codes, channels]",
+            "pass the tokenizer that was published with this transformer",
+        )
+    convolutions = len([name for name in shapes if _CONVOLUTION.fullmatch(name)])
+    with torch.device("meta"):
+        quantizer = Quantizer(*codebook, max(convolutions, 1))
+    expected = {f"quantize.{name}": tuple(tensor.shape) for name, tensor in quantizer.state_dict().items()}
+    expect_shapes(shapes, expected, what)
+    state = {name.removeprefix("quantize."): tensors[own[name]].float() for name in expected}
+    check_finite(state, what)
+    quantizer.load_state_dict(state, assign=True)
+    return quantizer.eval().requires_grad_(False)
+
+
+def check_belong_together(vocabulary: int, code_channels: int, quantizer: Quantizer, what: str) -> None:
+    """Raises: ToprovarError if the tokenizer has other codes or channels than the transformer draws."""
+    found = tuple(quantizer.embedding.weight.shape)
+    expected = (vocabulary, code_channels)
+    if found != expected:
+        raise ToprovarError(
+            f"{what}: tokenizer and transformer do not belong together: the codebook has {found[0]} codes of "
+            f"{found[1]} channels; the transformer draws {expected[0]} of {expected[1]}",
+            "pass the tokenizer that was published with this transformer",
+        )

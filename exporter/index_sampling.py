@@ -6,9 +6,13 @@ Source: VAR (arXiv 2404.02905), models/helpers.py: the order of top-k and top-p,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from toprovar.runtime.noise import uniform_noise
 
 SMALLEST_NOISE = 2.0**-25  # noise has 24 bits; zero would turn into an infinite Gumbel number
 
@@ -52,3 +56,25 @@ def soft_embeddings(masked_logits: Tensor, noise: Tensor, codebook: Tensor, plac
     """
     weights = ((masked_logits * (1 + place) + gumbel(noise)) / smooth_temperature(place)).softmax(dim=-1)
     return weights @ codebook
+
+
+class IndexNoise:
+    """Noise from counters: a value depends on seed, image and its own place alone.
+
+    The noise planes of a run: scale s draws indices from plane s, smoothing from plane SMOOTHING + s.
+    """
+
+    SMOOTHING = 2**16
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self.seeds = list(seeds)
+
+    def uniform(self, plane: int, tokens: int, columns: int) -> np.ndarray:
+        """[B, tokens, columns] in [0, 1)."""
+        return np.stack([uniform_noise(seed, plane, tokens, columns) for seed in self.seeds])
+
+    def indices(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
+        return torch.from_numpy(self.uniform(scale, tokens, vocabulary))
+
+    def smoothing(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
+        return torch.from_numpy(self.uniform(self.SMOOTHING + scale, tokens, vocabulary))

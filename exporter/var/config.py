@@ -1,0 +1,117 @@
+"""Sizes of a class-conditional VAR transformer, read from the shapes of its checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toprovar.runtime.errors import ToprovarError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
+
+
+@dataclass(frozen=True)
+class VarConfig:
+    """What fixes every shape of the model.
+
+    classes:       without the null class, whose embedding follows theirs
+    tokens:        of all scales together, L
+    code_channels: channels of the tokenizer's latent, d
+    shared_ada:    one AdaLN layer for all blocks, each adding a pack of its own; else a layer per block
+    cosine:        unit q and k with a learned factor per head; else q.k scaled by 0.25/sqrt(head width)
+    """
+
+    depth: int
+    width: int
+    heads: int
+    ffn_width: int
+    classes: int
+    vocabulary: int
+    code_channels: int
+    levels: int
+    tokens: int
+    shared_ada: bool = False
+    cosine: bool = True
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+def _published(depth: int, sides: tuple[int, ...], shared_ada: bool = False) -> VarConfig:
+    tokens = sum(n * n for n in sides)
+    return VarConfig(depth, 64 * depth, depth, 256 * depth, 1000, 4096, 32, len(sides), tokens, shared_ada)
+
+
+# FoundationVision/VAR; the last one draws 512 pixels, the others 256.
+PUBLISHED = {
+    "var-d16": _published(16, SIDES_256),
+    "var-d20": _published(20, SIDES_256),
+    "var-d24": _published(24, SIDES_256),
+    "var-d30": _published(30, SIDES_256),
+    "var-d36": _published(36, SIDES_512, shared_ada=True),
+}
+
+
+def config_from_shapes(shapes: Shapes, heads: int | None = None) -> VarConfig:
+    """Reads the configuration off a checkpoint's names and shapes.
+
+    heads:  needed only where attention is not cosine attention, whose learned factor tells them
+    Raises: ToprovarError naming the first key that is missing or contradicts another one.
+    """
+
+    def shape(name: str, axes: int) -> tuple[int, ...]:
+        if name not in shapes:
+            raise ToprovarError(
+                f"not a VAR checkpoint: tensor {name} is missing ({len(shapes)} tensors present)",
+                "check that the file is the transformer (var_d*.pth) and not the tokenizer",
+            )
+        found = tuple(shapes[name])
+        if len(found) != axes or 0 in found:
+            raise ToprovarError(
+                f"not a VAR checkpoint: tensor {name} has shape {list(found)}; expected {axes} axes, none empty",
+                "the checkpoint belongs to another model, or was changed",
+            )
+        return found
+
+    width, code_channels = shape("word_embed.weight", 2)
+    layers = {int(m[1]) for name in shapes if (m := re.match(r"blocks\.(\d+)\.", name))}
+    missing = set(range(len(layers))) - layers
+    if missing:
+        raise ToprovarError(
+            f"VAR checkpoint without tensors of blocks.{min(missing)}: found layers up to {max(layers)}",
+            "pass the whole checkpoint of this model",
+        )
+    cosine = "blocks.0.attn.scale_mul_1H11" in shapes
+    if cosine:
+        heads = shape("blocks.0.attn.scale_mul_1H11", 4)[1]
+    elif heads is None:
+        raise ToprovarError(
+            "VAR checkpoint without blocks.0.attn.scale_mul_1H11: its number of heads cannot be told from shapes",
+            "pass the number of heads it was trained with; published checkpoints have this tensor",
+        )
+    if width % heads:
+        raise ToprovarError(f"VAR checkpoint: width {width} does not divide by {heads} heads", "check the file")
+    rows = shape("class_emb.weight", 2)[0]
+    if rows < 2:
+        raise ToprovarError(
+            f"VAR checkpoint: class_emb.weight has {rows} row; expected at least a class and the null class",
+            "the checkpoint belongs to another model, or was changed",
+        )
+    return VarConfig(
+        depth=len(layers),
+        width=width,
+        heads=heads,
+        ffn_width=shape("blocks.0.ffn.fc1.weight", 2)[0],
+        classes=rows - 1,
+        vocabulary=shape("head.weight", 2)[0],
+        code_channels=code_channels,
+        levels=shape("lvl_embed.weight", 2)[0],
+        tokens=shape("pos_1LC", 3)[1],
+        shared_ada="shared_ada_lin.1.weight" in shapes,
+        cosine=cosine,
+    )
