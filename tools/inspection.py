@@ -68,7 +68,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     elif family is Family.HART:
         hart = hart_config_from_shapes(checkpoint.shapes)
         facts["config"] = {name: getattr(hart, name) for name in hart.__dataclass_fields__}
-    elif family is Family.VAR:
+    elif family is Family.VAR or family is Family.VAR:
         var = var_config_from_shapes(checkpoint.shapes)
         facts["config"] = {name: getattr(var, name) for name in var.__dataclass_fields__}
     elif family is Family.BIT_TOKENIZER:
@@ -201,7 +201,7 @@ def _print_engines(target: str, found: dict[str, Any]) -> None:
     )
     table.add_column("file", no_wrap=True)
     table.add_column("scale")
-    table.add_column("variant", overflow="fold")
+    table.add_column("variant", overflow="fold", min_width=7)
     for name in ("tokens", "kept", "MB", "weights", "plugins", "bodies"):
         table.add_column(name, justify="right", no_wrap=True)
     for engine in found["engines"]:
