@@ -68,7 +68,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     elif family is Family.HART:
         hart = hart_config_from_shapes(checkpoint.shapes)
         facts["config"] = {name: getattr(hart, name) for name in hart.__dataclass_fields__}
-    elif family is Family.VAR or family is Family.VAR:
+    elif family is Family.VAR:
         var = var_config_from_shapes(checkpoint.shapes)
         facts["config"] = {name: getattr(var, name) for name in var.__dataclass_fields__}
     elif family is Family.BIT_TOKENIZER:

@@ -56,9 +56,7 @@ def observe_onnxruntime(model: Hart, quantizer: Quantizer, run: HartRun) -> Arra
     with tempfile.TemporaryDirectory(prefix="toprovar-parity-") as place:
         folder = Path(place)
         write_graphs(graphs, weights, folder)
-        state = run_graph(
-            folder / PROMPT_FILE, {"text_rows": np.concatenate([run.text, 0 * run.text]), "text_valid": valid}
-        )
+        state = _run(folder / PROMPT_FILE, {"text_rows": np.concatenate([run.text, 0 * run.text]), "text_valid": valid})
         for scale, indices in enumerate(run.indices):
             if scale == 0:
                 angles = text_angles(positions, config.head_width)
@@ -75,10 +73,10 @@ def observe_onnxruntime(model: Hart, quantizer: Quantizer, run: HartRun) -> Arra
                 "guidance": np.array([sampling.guidance(scale, scales)], np.float32),
             }
             if scale in run.maps:
-                state["latent"] = latent_of(run.maps[scale], run.sides[-1])
+                state["latent"] = _latent_of(run.maps[scale], run.sides[-1])
             if scale == scales - 1 and has_residual:
                 state |= _residual_noise(run, B)
-            outputs = run_graph(folder / step_file(scale), state)
+            outputs = _run(folder / step_file(scale), state)
             state["latent"] = outputs["latent_next"]
             for name, array in outputs.items():
                 kind = name.removeprefix("watch_")
@@ -105,7 +103,7 @@ def _residual_noise(run: HartRun, images: int) -> Arrays:
     return {"residual_start": start.swapaxes(0, 1), "residual_noise": steps.swapaxes(1, 2)}
 
 
-def latent_of(small: np.ndarray, side: int) -> np.ndarray:
+def _latent_of(small: np.ndarray, side: int) -> np.ndarray:
     """A latent whose area means are the given map: every cell takes the value its bins agree on, by least squares."""
     from toprovar.exporter.resize_matrices import area_matrix
 
@@ -113,7 +111,7 @@ def latent_of(small: np.ndarray, side: int) -> np.ndarray:
     return (up @ small @ up.T).astype(np.float32)
 
 
-def run_graph(path: Path, available: Arrays) -> Arrays:
+def _run(path: Path, available: Arrays) -> Arrays:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

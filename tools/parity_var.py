@@ -1,7 +1,6 @@
 """VAR's recorded runs: reads them, repeats them on their own indices, and compares every array.
 
-Called by parity.py, which fixes the command line and the verdicts. A file may hold one run without a prefix, or several
-under their names.
+Called by parity.py, which fixes the command line and the verdicts.
 """
 
 from __future__ import annotations
@@ -21,125 +20,144 @@ from toprovar.tools.parity_report import Kinds, Report, Row, absent, compare_arr
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toprovar.exporter.hart.quantizer import Quantizer
+    from toprovar.exporter.codebook import Quantizer
     from toprovar.exporter.var.config import VarConfig
     from toprovar.exporter.var.transformer import Var
 
 Arrays = dict[str, np.ndarray]
 
-KINDS: Kinds = ((re.compile(r"idx/\d+"), "exact"), (re.compile(r"f_hat"), "codes"), *KINDS_OF_ALL)
+KINDS: Kinds = (
+    (re.compile(r"idx/\d+"), "exact"),
+    (re.compile(r"f_hat"), "codes"),
+    *KINDS_OF_ALL,
+)
 SMOOTH_NOTE = "the noise of the smooth variant is not recorded"
+NO_GRAPHS_NOTE = "there are no exported graphs of VAR yet"
 
 
 @dataclass(frozen=True)
 class VarRun:
     """Inputs of one run.
 
-    prefix:   of its arrays' names; empty, or the name and a slash
-    sides:    of the schedule's square maps; `indices` has one entry per scale that ran, [B, n*n] int64
+    name:     prefix of its arrays; empty for a file of one run without a prefix
+    sides:    of the schedule's square maps; `indices` has one entry per scale that ran
+    labels:   [B] int64
+    indices:  per scale that ran [B, n*n] int64
     maps:     {scale: recorded input}, fed in where the run is smooth
-    recorded: names of the arrays to compare, without the prefix
+    recorded: names of the arrays to compare, without the run's prefix
     """
 
-    prefix: str
+    name: str
     sides: tuple[int, ...]
-    labels: np.ndarray
     cfg: float
     smooth: bool
+    labels: np.ndarray
     indices: list[np.ndarray]
     maps: dict[int, np.ndarray]
     recorded: list[str]
 
-    @property
-    def name(self) -> str:
-        return self.prefix.removesuffix("/")
+    def array(self, name: str) -> str:
+        """Under which name the file holds an array of the run."""
+        return _join(self.name, name)
 
 
 def compare(file: ParityFile, asked: list[str] | None, backends: list[str] | None, report: Report) -> None:
     """Adds a row per recorded array to the report.
 
-    backends: "torch" and "onnxruntime"; None stands for both.
-    Raises:   ToprovarError if the file is incomplete, or a run does not fit the model.
+    backends: "torch" and "onnxruntime", of which the second sees no array yet; None stands for both.
+    Raises:   ToprovarError if the file is incomplete.
     """
     import torch
 
-    from toprovar.exporter.hart.load import load_quantizer
-    from toprovar.exporter.var.load import check_belong_together, load_var
-    from toprovar.tools.parity_var_graphs import observe_onnxruntime
+    from toprovar.exporter.codebook import check_belong_together, load_quantizer
+    from toprovar.exporter.var.generate import check_sides
+    from toprovar.exporter.var.load import load_var
 
-    prefixes = runs_in(file, asked)
+    names = runs_in(file, asked)
     weights = {name: torch.from_numpy(array) for name, array in file.weights().items()}
-    model = load_var(weights, str(file.path))
+    heads = file.meta.get("heads")
+    model = load_var(weights, str(file.path), heads=heads if type(heads) is int and heads > 0 else None)
     quantizer = load_quantizer(weights, str(file.path))
-    check_belong_together(model, quantizer, str(file.path))
-    runs = [read_run(file, prefix, model.config) for prefix in prefixes]
-    known = [f"{prefix}{name}" for prefix in _present(file) for name in _names(file, prefix)]
-    strangers = sorted(set(file.shapes) - set(known) - {f"w/{name}" for name in weights})
+    check_belong_together(model.config.vocabulary, model.config.code_channels, quantizer, str(file.path))
+    runs = [read_run(file, name, model.config) for name in names]
+    for run in runs:
+        check_sides(model, run.sides, f"{file.path}: meta.patch_nums")
+    present = runs_in(file, None)
+    strangers = [] if "" in present else [n for n in file.shapes if n.partition("/")[0] not in ("w", *present)]
     for backend in backends or ("torch", "onnxruntime"):
-        observe = {"torch": observe_torch, "onnxruntime": observe_onnxruntime}[backend]
         for run in runs:
-            report.rows.extend(_compare_run(file, run, backend, observe(model, quantizer, run)))
-        report.rows.extend(absent(backend, "", name, False) for name in strangers)
+            seen = observe_torch(model, quantizer, run) if backend == "torch" else {}
+            report.rows.extend(_compare_run(file, run, backend, seen))
+        report.rows.extend(absent(backend, "", name, False) for name in sorted(strangers))
 
 
-def _present(file: ParityFile) -> list[str]:
-    """Prefixes of the runs: whatever has first indices."""
-    return [name.removesuffix("idx/0") for name in file.shapes if name == "idx/0" or name.endswith("/idx/0")]
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _names(file: ParityFile, prefix: str) -> list[str]:
-    """Names of a run's arrays without its prefix; those of a run without prefix are all that belong to no other."""
-    if prefix:
-        return file.names(prefix.removesuffix("/"))
-    others = ("w/", *(other for other in _present(file) if other))
-    return [name for name in file.shapes if not name.startswith(others)]
+def _join(run: str, name: str) -> str:
+    return f"{run}/{name}" if run else name
 
 
 def runs_in(file: ParityFile, asked: list[str] | None) -> list[str]:
-    """Prefixes of the runs to compare.
+    """Names of the runs to compare: prefixes of `idx/0`; a file of one run may have none.
 
     Raises: ToprovarError if there is none, or an asked one is missing.
     """
-    present = _present(file)
-    if not present:
+    found = [match[1] or "" for name in file.shapes if (match := re.fullmatch(r"(?:(?!w/)([^/]+)/)?idx/0", name))]
+    if not found:
         raise ToprovarError(f"{file.path} holds no run: no array is named idx/0 or <run>/idx/0", MAKE_AGAIN)
     for name in asked or []:
-        if f"{name}/" not in present:
-            named = ", ".join(prefix.removesuffix("/") for prefix in present if prefix) or "one without a name"
+        if name not in found:
+            known = ", ".join(run or "one without a name" for run in found)
             raise ToprovarError(
-                f"{file.path} has no run {name}; it has {named}", "pass one of them, or leave --run out"
+                f"{file.path} has no run {name}; it has {known}", "leave --run out, or pass one of them"
             )
-    return [f"{name}/" for name in dict.fromkeys(asked)] if asked else present
+    return list(dict.fromkeys(asked)) if asked else found
 
 
-def read_run(file: ParityFile, prefix: str, config: VarConfig) -> VarRun:
+def read_run(file: ParityFile, name: str, config: VarConfig) -> VarRun:
     """Reads one run and checks it against the model's sizes.
 
     Raises: ToprovarError naming the key or array that is missing or does not fit.
     """
-    own = file.meta.get(prefix.removesuffix("/"))
+    own = file.meta.get(name)
     settings: dict[str, Any] = {**file.meta, **(own if isinstance(own, dict) else {})}
     sides = read_sides(file, settings.get("patch_nums"))
-    config.check_sides(sides, f"{file.path}: meta.patch_nums")
     labels = settings.get("labels")
-    fits = isinstance(labels, list) and labels and all(type(n) is int and 0 <= n <= config.classes for n in labels)
-    if not fits:
+    if (
+        not isinstance(labels, list)
+        or not labels
+        or not all(type(label) is int and 0 <= label <= config.classes for label in labels)
+    ):
         raise ToprovarError(
-            f"{file.path}: meta.labels is {repr(labels)[:80]}; expected whole numbers from 0 to {config.classes}",
+            f"{file.path}: meta.labels is {repr(labels)[:80]}; expected classes from 0 to {config.classes - 1}, or the "
+            f"null class {config.classes}",
             MAKE_AGAIN,
         )
-    B, ran = len(labels), sum(f"{prefix}idx/{scale}" in file.shapes for scale in range(len(sides)))
-    indices = [
-        read_indices(file, f"{prefix}idx/{scale}", (B, sides[scale] ** 2), config.vocabulary) for scale in range(ran)
-    ]
-    smooth = bool(settings.get("more_smooth", False))
-    maps = {}
+    B, indices = len(labels), []
+    for scale, side in enumerate(sides):
+        if _join(name, f"idx/{scale}") not in file.shapes:
+            break
+        indices.append(read_indices(file, _join(name, f"idx/{scale}"), (B, side**2), config.vocabulary))
+    smooth, maps = bool(settings.get("more_smooth", False)), {}
     if smooth:
-        for scale in range(1, ran):
+        for scale in range(1, len(indices)):
             shape = (B, config.code_channels, sides[scale], sides[scale])
-            maps[scale] = read_array(file, f"{prefix}next/{scale}", shape)
-    cfg = read_number(file, settings, "cfg", 0, 1000)
-    return VarRun(prefix, sides, np.array(labels, np.int64), cfg, smooth, indices, maps, _names(file, prefix))
+            maps[scale] = read_array(file, _join(name, f"next/{scale}"), shape)
+    recorded = file.names(name) if name else [array for array in file.shapes if not array.startswith("w/")]
+    return VarRun(
+        name=name,
+        sides=sides,
+        cfg=read_number(file, settings, "cfg", 0, 1000),
+        smooth=smooth,
+        labels=np.array(labels, np.int64),
+        indices=indices,
+        maps=maps,
+        recorded=recorded,
+    )
+
+
+# -- repeating ---------------------------------------------------------------------------------------------------------
 
 
 def observe_torch(model: Var, quantizer: Quantizer, run: VarRun) -> Arrays:
@@ -148,16 +166,15 @@ def observe_torch(model: Var, quantizer: Quantizer, run: VarRun) -> Arrays:
 
     from toprovar.exporter.var.generate import Sampling, generate
 
-    wanted = {array.rpartition("/")[0] for array in run.recorded}
     seen: Arrays = {}
 
     def observe(name: str, scale: int, tensor: Tensor) -> None:
-        if name[0] in "kv" and f"cache_{name}" in run.recorded:  # grows from scale to scale: the last one stays
-            seen[f"cache_{name}"] = tensor.permute(1, 2, 0, 3).numpy()
-        elif name in wanted:
-            seen[f"{name}/{scale}"] = tensor.numpy()
-        if name == f"block{model.config.depth - 1}" and "blockN" in wanted:
-            seen[f"blockN/{scale}"] = tensor.numpy()
+        if name[0] in "kv":
+            if f"cache_{name}" in run.recorded:
+                seen[f"cache_{name}"] = tensor.permute(1, 2, 0, 3).numpy()
+            return
+        names = [name, "blockN"] if name == f"block{model.config.depth - 1}" else [name]
+        seen.update({f"{n}/{scale}": tensor.numpy() for n in names if f"{n}/{scale}" in run.recorded})
 
     with torch.inference_mode():
         prompt = model.prompt(torch.from_numpy(run.labels))
@@ -166,29 +183,30 @@ def observe_torch(model: Var, quantizer: Quantizer, run: VarRun) -> Arrays:
         quantizer,
         prompt,
         run.sides,
-        Sampling(run.cfg, top_k=0, top_p=0.0),
+        Sampling(run.cfg),
         forced_indices=[torch.from_numpy(array) for array in run.indices],
         forced_maps={scale: torch.from_numpy(array) for scale, array in run.maps.items()},
         observe=observe,
     )
-    return {**seen, "f_hat": done.latent.numpy(), "cond_BD": prompt.condition.numpy()}
+    seen["f_hat"] = done.latent.numpy()
+    return seen
 
 
 def _compare_run(file: ParityFile, run: VarRun, backend: str, seen: Arrays) -> list[Row]:
     rows = []
     for name in run.recorded:
         kind = name.rpartition("/")[0]
-        if kind == "idx" and backend == "torch":
+        known = any(pattern.fullmatch(name) for pattern, _ in KINDS)
+        if backend != "torch" and known:
+            rows.append(Row(backend, run.name, name, "not seen", note=NO_GRAPHS_NOTE))
+        elif kind == "idx" and known:
             rows.append(Row(backend, run.name, name, "forced", note="drawn by the reference's own generator"))
         elif run.smooth and kind == "next":
             rows.append(Row(backend, run.name, name, "forced", note=SMOOTH_NOTE))
         elif run.smooth and name == "f_hat":
             rows.append(Row(backend, run.name, name, "not seen", note=SMOOTH_NOTE))
         elif name in seen:
-            row = compare_array(backend, run.name, name, seen[name], file.read(f"{run.prefix}{name}"), KINDS)
-            if kind == "idx" and row.verdict == "pass":
-                row = Row(backend, run.name, name, "forced", note="fed in through the noise")
-            rows.append(row)
+            rows.append(compare_array(backend, run.name, name, seen[name], file.read(run.array(name)), KINDS))
         else:
-            rows.append(absent(backend, run.name, name, any(pattern.fullmatch(name) for pattern, _ in KINDS)))
+            rows.append(absent(backend, run.name, name, known))
     return rows

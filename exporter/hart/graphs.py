@@ -13,11 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from toprovar.exporter.codebook import RESIDUAL_SHARE, smoothing_index
 from toprovar.exporter.graph_builder import GraphBuilder
 from toprovar.exporter.hart.config import HartConfig
 from toprovar.exporter.hart.residual import RESIDUAL_FACTOR, STEPS, diffusion_tables
+from toprovar.exporter.index_sampling import SMALLEST_NOISE, smooth_temperature
 from toprovar.exporter.resize_matrices import resize_pair
 from toprovar.exporter.weights_file import WeightsLayout
+
+# finite, so that noise can still choose a masked index where a recording did
+MASKED = np.float32(-3e38)
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ class _Step:
             x = self._block(layer, x)
             self._watch(f"block{layer}", x, (L, R, C))
         masked = self._masked_logits(x, head)
-        indices = drawn_indices(g, masked, noise)  # [N, B] int64
+        indices = g.ArgMax(g.Add(masked, self._gumbel(noise)), axis=2, keepdims=0)  # [N, B] int64
         g.output(g.Cast(indices, to=ir.DataType.INT32.value), "indices", (self.N, B), "I32")
         codes = g.Gather(g.weight("codebook"), indices, axis=0)  # [N, B, d]
         tokens = self._soft(masked) if self.graphs.smooth else codes
@@ -133,8 +138,7 @@ class _Step:
             tokens = g.Add(tokens, self._residual(x, codes))
         grid = g.reshape(g.Transpose(tokens, perm=[1, 2, 0]), (*latent_shape[:2], self.side, self.side))
         if not self.is_last:
-            grid = g.resize(grid, *resize_pair("bicubic", (self.side,) * 2, (self.last_side,) * 2))
-            grid = smoothed_map(g, grid, self.scale, len(self.sides), 4)
+            grid = self._smoothed(g.resize(grid, *resize_pair("bicubic", (self.side,) * 2, (self.last_side,) * 2)))
         g.output(grid if self.scale == 0 else g.Add(self.latent, grid), "latent_next", latent_shape)
         return g
 
@@ -218,12 +222,41 @@ class _Step:
         self._watch("raw", raw, (self.L, self.R, V))
         logits = self._mix(g.Slice(raw, [self.L - self.N], [self.L], [0]))  # of the text only the last token
         self._watch("logits", logits, (self.N, self.B, V))
-        return masked_logits(g, logits, V, self.graphs.top_k[self.scale], self.graphs.top_p)
+        top_k = self.graphs.top_k[self.scale]
+        if 0 < top_k < V:
+            values, _ = g.TopK(logits, [top_k], outputs=2, axis=-1)
+            smallest = g.Slice(values, [top_k - 1], [top_k], [2])
+            logits = g.Where(g.Less(logits, smallest), MASKED, logits)
+        if self.graphs.top_p > 0:
+            logits = g.Where(g.Less(logits, self._smallest_of_top_p(logits)), MASKED, logits)
+        return logits
+
+    def _smallest_of_top_p(self, logits: ir.Value) -> ir.Value:
+        """The least logit that top-p keeps: chances from it downwards sum to more than 1 - p. Returns: [N, B, 1]."""
+        g, V = self.g, self.config.vocabulary
+        values, _ = g.TopK(logits, [V], outputs=2, axis=-1)  # descending
+        below = g.CumSum(g.Softmax(values, axis=-1), np.int64(2), reverse=1)
+        kept = g.Greater(below, np.float32(1 - self.graphs.top_p))
+        smallest = g.ReduceMin(g.Where(kept, values, -MASKED), [2], keepdims=1)
+        return g.Min(smallest, g.Slice(values, [0], [1], [2]))  # the largest always stays
+
+    def _gumbel(self, noise: ir.Value) -> ir.Value:
+        g = self.g
+        return g.Neg(g.Log(g.Neg(g.Log(g.Max(noise, np.float32(SMALLEST_NOISE))))))
 
     def _soft(self, masked: ir.Value) -> ir.Value:
         """The smooth variant's tokens, means of codes. Returns: [N, B, d]."""
-        noise = self.g.input("smooth_noise", (self.N, self.B, self.config.vocabulary))
-        return soft_embeddings(self.g, masked, noise, self.scale / (len(self.sides) - 1))
+        g, place = self.g, self.scale / (len(self.sides) - 1)
+        noise = g.input("smooth_noise", (self.N, self.B, self.config.vocabulary))
+        sharpened = g.Add(g.Mul(masked, np.float32(1 + place)), self._gumbel(noise))
+        weights = g.Softmax(g.Div(sharpened, np.float32(smooth_temperature(place))), axis=-1)
+        return g.MatMul(weights, g.weight("codebook"))
+
+    def _smoothed(self, grid: ir.Value) -> ir.Value:
+        g, name = self.g, f"smoothing.{smoothing_index(self.scale, len(self.sides))}"
+        convolved = g.Conv(grid, g.weight(name), g.weight(f"{name}_bias"), kernel_shape=[3, 3], pads=[1] * 4)
+        share = np.float32(RESIDUAL_SHARE)
+        return g.Add(g.Mul(grid, np.float32(1) - share), g.Mul(convolved, share))
 
     # -- residual head -------------------------------------------------------------------------------------------------
 
