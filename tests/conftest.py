@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch is loaded
 
@@ -23,6 +24,15 @@ GUIDANCE = Guidance(cfg=(2.5,) * len(SCHEDULE), tau=(0.8,) * len(SCHEDULE))
 def pytest_collection_modifyitems(items):
     """The commands first: their files take minutes, and two processes end together only if those don't come last."""
     items.sort(key=lambda item: "tests/tools/" not in item.nodeid.replace("\\", "/"))
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay():
+    """A program run inside a test leaves signals ignored, as at the end of its process; children would inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def tiny_model(seed: int = 0, **changes):
