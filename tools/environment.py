@@ -68,7 +68,9 @@ def _on_gpu(packages: dict[str, str | None], gpu: str | None) -> str:
     except ImportError:
         return "no: pip install 'toprovar[gpu]'"
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-        return "no: pip uninstall onnxruntime, then pip install 'toprovar[gpu]'"
+        from toprovar.runtime.backends.onnxruntime_cuda import INSTALL_HINT
+
+        return f"no: {INSTALL_HINT}"
     return "yes" if packages["cuda-bindings"] else "no: pip install cuda-bindings"
 
 

@@ -25,6 +25,11 @@ MAX_GRAPHS = 4  # captured per session: one for each set of addresses
 NOT_CAPTURED = -1
 LIBRARIES = ("cudart", "cublasLt", "cublas", "curand", "cufft", "nvrtc", "cupti")  # each before what needs it
 CUDNN = "libcudnn.so.9"
+# both packages fill the same folder: the one that is uninstalled takes the other's files along
+INSTALL_HINT = (
+    "pip install 'toprovar[gpu]', then pip uninstall -y onnxruntime, "
+    "then pip install --force-reinstall --no-deps onnxruntime-gpu"
+)
 CANNOT_CAPTURE = "cannot use the graph capture feature"  # ONNX Runtime's words where a node has no CUDA kernel
 
 
@@ -36,7 +41,7 @@ def check_cuda(ort: Any) -> Any:
     if CUDA not in ort.get_available_providers():
         raise EnvironmentFault(
             f"onnxruntime {ort.__version__} has no CUDA provider",
-            "pip uninstall onnxruntime, then pip install 'toprovar[gpu]'",
+            INSTALL_HINT,
         )
     if not hasattr(ort.OrtValue, "from_dlpack"):
         raise EnvironmentFault(

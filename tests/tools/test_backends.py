@@ -72,7 +72,12 @@ def test_the_bench_names_device_and_operators(tiny_bundle):
     ("gpu", "providers", "bindings", "expected"),
     [
         (None, ["CUDAExecutionProvider"], "13", "no: nvidia-smi shows no GPU"),
-        ("NVIDIA H200", ["CPUExecutionProvider"], "13", "no: pip uninstall onnxruntime"),
+        (
+            "NVIDIA H200",
+            ["CPUExecutionProvider"],
+            "13",
+            "no: pip install 'toprovar[gpu]', then pip uninstall -y onnxruntime, then",
+        ),
         ("NVIDIA H200", ["CUDAExecutionProvider"], None, "no: pip install cuda-bindings"),
         ("NVIDIA H200", ["CUDAExecutionProvider"], "13", "yes"),
     ],
