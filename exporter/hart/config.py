@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from toprovar.exporter.checkpoint_shapes import CheckpointShapes
 from toprovar.runtime.errors import ToprovarError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -71,39 +72,10 @@ def config_from_shapes(shapes: Shapes, heads: int | None = None) -> HartConfig:
                     "this variant of HART is not supported; see docs/families/hart.md",
                 )
 
-    def shape(name: str, axes: int) -> tuple[int, ...]:
-        if name not in shapes:
-            raise ToprovarError(
-                f"not a HART checkpoint: tensor {name} is missing ({len(shapes)} tensors present)",
-                "check that the file is the transformer (llm/ema_model.bin) and not the tokenizer",
-            )
-        found = tuple(shapes[name])
-        if len(found) != axes or 0 in found:
-            raise ToprovarError(
-                f"not a HART checkpoint: tensor {name} has shape {list(found)}; expected {axes} axes, none empty",
-                "the checkpoint belongs to another model, or was changed",
-            )
-        return found
-
-    def layers(prefix: str) -> int:
-        numbers = {int(m[1]) for name in shapes if (m := re.match(re.escape(prefix) + r"\.(\d+)\.", name))}
-        missing = set(range(len(numbers))) - numbers
-        if missing:
-            raise ToprovarError(
-                f"HART checkpoint without tensors of {prefix}.{min(missing)}: found layers up to {max(numbers)}",
-                "pass the whole checkpoint of this model (all shards)",
-            )
-        return len(numbers)
-
+    found = CheckpointShapes(shapes, "HART", "the transformer (llm/ema_model.bin)")
+    shape = found.of
     width, code_channels = shape("word_embed.weight", 2)
-    cosine = "blocks.0.attn.scale_mul_1H11" in shapes
-    if cosine:
-        heads = shape("blocks.0.attn.scale_mul_1H11", 4)[1]
-    elif heads is None:
-        raise ToprovarError(
-            "HART checkpoint without blocks.0.attn.scale_mul_1H11: its number of heads cannot be told from shapes",
-            "pass the number of heads of its llm/config.json",
-        )
+    heads, cosine = found.heads(heads, "pass the number of heads of its llm/config.json")
     if width % heads or (width // heads) % 4:
         raise ToprovarError(f"width {width} over {heads} heads: the head width must be a multiple of 4")
     time = shape("diffloss.net.time_embed.mlp.0.weight", 2)
@@ -112,7 +84,7 @@ def config_from_shapes(shapes: Shapes, heads: int | None = None) -> HartConfig:
         if columns % 2:
             raise ToprovarError(f"{name} has {columns} columns; expected an even number, cosines and sines")
     return HartConfig(
-        depth=layers("blocks"),
+        depth=found.layers("blocks"),
         width=width,
         heads=heads,
         ffn_width=shape("blocks.0.ffn.gate_proj.weight", 2)[0],
@@ -120,7 +92,7 @@ def config_from_shapes(shapes: Shapes, heads: int | None = None) -> HartConfig:
         vocabulary=shape("head.weight", 2)[0],
         code_channels=code_channels,
         residual_width=time[0],
-        residual_depth=layers("diffloss.net.res_blocks"),
+        residual_depth=found.layers("diffloss.net.res_blocks"),
         level_width=levels[1],
         time_width=time[1],
         cosine=cosine,

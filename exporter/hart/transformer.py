@@ -7,18 +7,16 @@ Source: HART (arXiv 2410.10812), mit-han-lab/hart, hart/modules/networks/basic_h
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toprovar.exporter.cosine_attention import CosineAttention
 from toprovar.exporter.hart.config import HartConfig
 from toprovar.exporter.hart.residual import ResidualHead, SinusoidEmbedding
 from toprovar.exporter.hart.rope import rotate
-
-MAX_LOG_SCALE = math.log(100.0)
 
 
 @dataclass
@@ -62,40 +60,6 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
-class SelfAttention(nn.Module):
-    """Cosine attention with a learned factor per head, rotary positions after the normalisation."""
-
-    def __init__(self, config: HartConfig) -> None:
-        super().__init__()
-        C, H = config.width, config.heads
-        self.heads = H
-        self.qkv_proj = nn.Linear(C, 3 * C, bias=False)
-        self.q_bias = nn.Parameter(torch.zeros(C))
-        self.v_bias = nn.Parameter(torch.zeros(C))
-        self.register_buffer("zero_k_bias", torch.zeros(C))
-        self.plain_scale = 0.25 / math.sqrt(config.head_width)
-        self.cosine = config.cosine
-        if config.cosine:
-            self.scale_mul_1H11 = nn.Parameter(torch.full((1, H, 1, 1), math.log(4.0)))
-        self.proj = nn.Linear(C, C)
-
-    def forward(self, x: Tensor, angles: Tensor, k_past: Tensor, v_past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [R, L, C]; angles: [R, L, D]; k_past, v_past: [S, R, H, D]. Returns: output, all keys, all values."""
-        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = F.linear(x, self.qkv_proj.weight, bias).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [R, H, L, D]
-        if self.cosine:
-            factor = self.scale_mul_1H11.float().clamp(max=MAX_LOG_SCALE).exp()
-            q, k = F.normalize(q, dim=-1, eps=1e-12) * factor, F.normalize(k, dim=-1, eps=1e-12)
-        q, k = rotate(q, angles), rotate(k, angles)
-        keys = torch.cat([k_past, k.permute(2, 0, 1, 3)])  # [S + L, R, H, D]
-        values = torch.cat([v_past, v.permute(2, 0, 1, 3)])
-        o = F.scaled_dot_product_attention(
-            q, keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3), scale=1.0 if self.cosine else self.plain_scale
-        )
-        return self.proj(o.transpose(1, 2).flatten(-2)), keys, values
-
-
 class FeedForward(nn.Module):
     def __init__(self, config: HartConfig) -> None:
         super().__init__()
@@ -114,7 +78,7 @@ class Block(nn.Module):
         super().__init__()
         self.scale_shift_table = nn.Parameter(torch.zeros(6, config.width))
         self.ln_wo_grad = RMSNorm(config.width)
-        self.attn = SelfAttention(config)
+        self.attn = CosineAttention(config.width, config.heads, config.cosine, "qkv_proj")
         self.ffn = FeedForward(config)
 
     def forward(
@@ -123,7 +87,8 @@ class Block(nn.Module):
         """x: [R, L, C]; modulation: [R, 1, C]; angles: [R, L, D]. Returns: x, all keys, all values [S + L, R, H, D]."""
         pack = self.scale_shift_table + modulation  # [R, 6, C]
         gamma1, gamma2, scale1, scale2, shift1, shift2 = (part[:, None] for part in pack.unbind(1))
-        o, keys, values = self.attn(self.ln_wo_grad(x) * (1 + scale1) + shift1, angles, k_past, v_past)
+        y = self.ln_wo_grad(x) * (1 + scale1) + shift1
+        o, keys, values = self.attn(y, k_past, v_past, lambda heads: rotate(heads, angles))
         x = x + o * gamma1
         return x + self.ffn(self.ln_wo_grad(x) * (1 + scale2) + shift2) * gamma2, keys, values
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from toprovar.exporter.codebook import Quantizer
+from toprovar.exporter.cosine_attention import MAX_LOG_SCALE, CosineAttention
 from toprovar.exporter.hart.residual import STEPS, diffusion_tables
-from toprovar.exporter.hart.transformer import MAX_LOG_SCALE, Hart, SelfAttention
+from toprovar.exporter.hart.transformer import Hart
 from toprovar.exporter.weights_file import WeightsLayout, WeightSpec, layout_weights
 
 Thunks = dict[str, Callable[[], Tensor]]
@@ -77,11 +78,11 @@ def hart_weights(model: Hart, quantizer: Quantizer, scales: int, steps: int = ST
     return weights
 
 
-def _packed_bias(attention: SelfAttention) -> Tensor:
+def _packed_bias(attention: CosineAttention) -> Tensor:
     return torch.cat([attention.q_bias, torch.zeros_like(attention.q_bias), attention.v_bias])
 
 
-def _factor(attention: SelfAttention) -> Tensor:
+def _factor(attention: CosineAttention) -> Tensor:
     return attention.scale_mul_1H11.float().clamp(max=MAX_LOG_SCALE).exp().view(-1, 1)
 
 

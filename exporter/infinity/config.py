@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from toprovar.exporter.checkpoint_shapes import CheckpointShapes
 from toprovar.runtime.errors import ToprovarError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -82,20 +83,7 @@ def config_from_shapes(shapes: Shapes, patchify: bool = False) -> InfinityConfig
     Raises: ToprovarError naming the first key that is missing or contradicts another one.
     """
 
-    def shape(name: str, axes: int) -> tuple[int, ...]:
-        if name not in shapes:
-            raise ToprovarError(
-                f"not an Infinity checkpoint: tensor {name} is missing ({len(shapes)} tensors present)",
-                "check that the file is the transformer and not the tokenizer",
-            )
-        found = tuple(shapes[name])
-        if len(found) != axes or 0 in found:
-            raise ToprovarError(
-                f"not an Infinity checkpoint: tensor {name} has shape {list(found)}; expected {axes} axes, none empty",
-                "the checkpoint belongs to another model, or was changed",
-            )
-        return found
-
+    shape = CheckpointShapes(shapes, "Infinity").of
     width, bits = shape("word_embed.weight", 2)
     chunked = {n.split(".")[1] for n in shapes if n.startswith("block_chunks.")}
     layers = {n.split(".ada_gss")[0] for n in shapes if n.endswith(".ada_gss")}

@@ -132,10 +132,10 @@ class CrossAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: InfinityConfig) -> None:
+    def __init__(self, width: int, ffn_width: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(config.width, config.ffn_width)
-        self.fc2 = nn.Linear(config.ffn_width, config.width)
+        self.fc1 = nn.Linear(width, ffn_width)
+        self.fc2 = nn.Linear(ffn_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -149,7 +149,7 @@ class Block(nn.Module):
         self.sa = SelfAttention(config)
         self.ca = CrossAttention(config)
         self.ca_norm = nn.LayerNorm(C, eps=1e-6)
-        self.ffn = FeedForward(config)
+        self.ffn = FeedForward(config.width, config.ffn_width)
 
     def forward(
         self,

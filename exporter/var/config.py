@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from toprovar.exporter.checkpoint_shapes import CheckpointShapes
 from toprovar.runtime.errors import ToprovarError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -64,36 +64,11 @@ def config_from_shapes(shapes: Shapes, heads: int | None = None) -> VarConfig:
     Raises: ToprovarError naming the first key that is missing or contradicts another one.
     """
 
-    def shape(name: str, axes: int) -> tuple[int, ...]:
-        if name not in shapes:
-            raise ToprovarError(
-                f"not a VAR checkpoint: tensor {name} is missing ({len(shapes)} tensors present)",
-                "check that the file is the transformer (var_d*.pth) and not the tokenizer",
-            )
-        found = tuple(shapes[name])
-        if len(found) != axes or 0 in found:
-            raise ToprovarError(
-                f"not a VAR checkpoint: tensor {name} has shape {list(found)}; expected {axes} axes, none empty",
-                "the checkpoint belongs to another model, or was changed",
-            )
-        return found
-
+    found = CheckpointShapes(shapes, "VAR", "the transformer (var_d*.pth)")
+    shape = found.of
     width, code_channels = shape("word_embed.weight", 2)
-    layers = {int(m[1]) for name in shapes if (m := re.match(r"blocks\.(\d+)\.", name))}
-    missing = set(range(len(layers))) - layers
-    if missing:
-        raise ToprovarError(
-            f"VAR checkpoint without tensors of blocks.{min(missing)}: found layers up to {max(layers)}",
-            "pass the whole checkpoint of this model",
-        )
-    cosine = "blocks.0.attn.scale_mul_1H11" in shapes
-    if cosine:
-        heads = shape("blocks.0.attn.scale_mul_1H11", 4)[1]
-    elif heads is None:
-        raise ToprovarError(
-            "VAR checkpoint without blocks.0.attn.scale_mul_1H11: its number of heads cannot be told from shapes",
-            "pass the number of heads it was trained with; published checkpoints have this tensor",
-        )
+    hint = "pass the number of heads it was trained with; published checkpoints have this tensor"
+    heads, cosine = found.heads(heads, hint)
     if width % heads:
         raise ToprovarError(f"VAR checkpoint: width {width} does not divide by {heads} heads", "check the file")
     rows = shape("class_emb.weight", 2)[0]
@@ -103,7 +78,7 @@ def config_from_shapes(shapes: Shapes, heads: int | None = None) -> VarConfig:
             "the checkpoint belongs to another model, or was changed",
         )
     return VarConfig(
-        depth=len(layers),
+        depth=found.layers("blocks"),
         width=width,
         heads=heads,
         ffn_width=shape("blocks.0.ffn.fc1.weight", 2)[0],

@@ -7,16 +7,14 @@ Source: VAR (arXiv 2404.02905), FoundationVision/VAR, models/var.py and models/b
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toprovar.exporter.cosine_attention import CosineAttention
+from toprovar.exporter.infinity.transformer import FeedForward, modulate
 from toprovar.exporter.var.config import VarConfig
-
-MAX_LOG_SCALE = math.log(100.0)
 
 
 @dataclass
@@ -43,63 +41,15 @@ class Prompt:
         return self.rows // 2 if self.guided else self.rows
 
 
-def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Layer norm without affine, then scale and shift. x: [R, L, C]; scale, shift: [R, 1, C]."""
-    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
-
-
 def ada_lin(width: int, parts: int) -> nn.Sequential:
     return nn.Sequential(nn.SiLU(), nn.Linear(width, parts * width))
-
-
-class SelfAttention(nn.Module):
-    """Cosine attention with a learned factor per head; positions are in the input."""
-
-    def __init__(self, config: VarConfig) -> None:
-        super().__init__()
-        C, H = config.width, config.heads
-        self.heads = H
-        self.mat_qkv = nn.Linear(C, 3 * C, bias=False)
-        self.q_bias = nn.Parameter(torch.zeros(C))
-        self.v_bias = nn.Parameter(torch.zeros(C))
-        self.register_buffer("zero_k_bias", torch.zeros(C))
-        self.plain_scale = 0.25 / math.sqrt(config.head_width)
-        self.cosine = config.cosine
-        if config.cosine:
-            self.scale_mul_1H11 = nn.Parameter(torch.full((1, H, 1, 1), math.log(4.0)))
-        self.proj = nn.Linear(C, C)
-
-    def forward(self, x: Tensor, k_past: Tensor, v_past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [R, L, C]; k_past, v_past: [S, R, H, D]. Returns: output, all keys, all values."""
-        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = F.linear(x, self.mat_qkv.weight, bias).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [R, H, L, D]
-        if self.cosine:
-            factor = self.scale_mul_1H11.clamp(max=MAX_LOG_SCALE).exp()
-            q, k = F.normalize(q, dim=-1, eps=1e-12) * factor, F.normalize(k, dim=-1, eps=1e-12)
-        keys = torch.cat([k_past, k.permute(2, 0, 1, 3)])  # [S + L, R, H, D]
-        values = torch.cat([v_past, v.permute(2, 0, 1, 3)])
-        o = F.scaled_dot_product_attention(
-            q, keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3), scale=1.0 if self.cosine else self.plain_scale
-        )
-        return self.proj(o.transpose(1, 2).flatten(-2)), keys, values
-
-
-class FeedForward(nn.Module):
-    def __init__(self, config: VarConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.width, config.ffn_width)
-        self.fc2 = nn.Linear(config.ffn_width, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
 class Block(nn.Module):
     def __init__(self, config: VarConfig) -> None:
         super().__init__()
-        self.attn = SelfAttention(config)
-        self.ffn = FeedForward(config)
+        self.attn = CosineAttention(config.width, config.heads, config.cosine, "mat_qkv")
+        self.ffn = FeedForward(config.width, config.ffn_width)
         if config.shared_ada:
             self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, config.width))
         else:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import hart_reference as reference
 import numpy as np
@@ -10,6 +9,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 
+from parity_command import changed, refusal
+
 from toprovar.tools.parity import app, compare_file
 
 
@@ -17,26 +18,6 @@ from toprovar.tools.parity import app, compare_file
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = reference.run_case(reference.Case(prompts=(4, 2)))
     return reference.write_fixture(run, tmp_path_factory.mktemp("hart") / "run.npz")
-
-
-def changed(file: Path, **arrays: Any) -> Path:
-    """A copy with some arrays replaced; None leaves one out. `__` stands for `/`."""
-    with np.load(file) as archive:
-        content = dict(archive)
-    for name, array in arrays.items():
-        content.pop(name.replace("__", "/"), None)
-        if array is not None:
-            content[name.replace("__", "/")] = array
-    path = file.with_name("changed.npz")
-    np.savez(path, **content)
-    return path
-
-
-def refusal(path: Path, *options: str) -> str:
-    result = CliRunner().invoke(app, [str(path), *options])
-    assert result.exit_code == 2, result.output
-    assert "hint:" in result.stderr
-    return " ".join(result.stderr.split())
 
 
 def test_command_tells_what_was_compared(file: Path) -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,34 +9,14 @@ from typer.testing import CliRunner
 
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 
+from parity_command import changed, refusal
+
 from toprovar.tools.parity import app, compare_file
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reference.write_fixture(reference.Case(labels=(4, 2)), tmp_path_factory.mktemp("var") / "run.npz")
-
-
-def changed(file: Path, settings: dict[str, Any] | None = None, **arrays: Any) -> Path:
-    """A copy with some arrays or settings replaced; None leaves one out. `__` stands for `/`."""
-    with np.load(file) as archive:
-        content = dict(archive)
-    meta = {**json.loads(str(content["meta"])), **(settings or {})}
-    content["meta"] = np.array(json.dumps(meta))
-    for name, array in arrays.items():
-        content.pop(name.replace("__", "/"), None)
-        if array is not None:
-            content[name.replace("__", "/")] = array
-    path = file.with_name("changed.npz")
-    np.savez(path, **content)
-    return path
-
-
-def refusal(path: Path, *options: str) -> str:
-    result = CliRunner().invoke(app, [str(path), *options])
-    assert result.exit_code == 2, result.output
-    assert "hint:" in result.stderr
-    return " ".join(result.stderr.split())
 
 
 def test_command_tells_what_was_compared(file: Path) -> None:
