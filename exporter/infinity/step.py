@@ -11,9 +11,9 @@ import numpy as np
 import onnx_ir as ir
 
 from toprovar.exporter.graph_builder import DTYPE_NAMES, GraphBuilder
-from toprovar.exporter.infinity import score_graphs
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.infinity.graphs import StepOptions
+from toprovar.exporter.planned import score_graphs
 from toprovar.exporter.resize_matrices import nearest_index, resize_pair
 from toprovar.exporter.routes import Route, residual_names
 from toprovar.exporter.schedules import Schedule
