@@ -1,12 +1,9 @@
-"""Infinity as ONNX graphs: how steps are built, the prompt's graph and the decoder's; step.py writes the steps.
+"""Infinity as ONNX graphs: the prompt's graph and the decoder's; step.py writes the steps.
 
 The arithmetic is that of transformer.py and tokenizer.py; inputs and outputs are described in docs/bundle.md.
 """
 
 from __future__ import annotations
-
-from collections.abc import Collection
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -14,45 +11,11 @@ import onnx_ir as ir
 from toprovar.exporter.graph_builder import GraphBuilder
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.infinity.tokenizer import TokenizerConfig
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.exporter.resize_matrices import resize_pair
 from toprovar.exporter.weights_file import WeightsLayout
-from toprovar.runtime.guidance import Guidance
 
 DTYPE_NAME = {ir.DataType.FLOAT: "F32", ir.DataType.FLOAT16: "F16", ir.DataType.BFLOAT16: "BF16"}
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """How step graphs are built.
-
-    rows:              2 with guidance (conditional, unconditional), 1 without
-    text_tokens:       T, the length prompts are padded to
-    compute:           fp32, fp16 or bf16
-    mixes_logits:      guidance on logits
-    mixed_layers:      layers whose outputs are mixed (guidance inside layers)
-    watched:           names of intermediate values to add as outputs, as in the parity files ("block0", "raw", ...)
-    gate_whole_layers: also sends gated layers that keep every token through gather and scatter (a test of that path)
-    """
-
-    rows: int = 2
-    text_tokens: int = 64
-    compute: str = "fp32"
-    mixes_logits: bool = True
-    mixed_layers: frozenset[int] = frozenset()
-    watched: Collection[str] = ()
-    gate_whole_layers: bool = False
-    images: int = 1
-
-    @classmethod
-    def for_guidance(cls, guidance: Guidance, depth: int, text_tokens: int, compute: str = "fp32") -> StepOptions:
-        """Options of a bundle that runs with this guidance: rows, and where they are mixed."""
-        return cls(
-            rows=2 if guidance.uses_unconditional_row else 1,
-            text_tokens=text_tokens,
-            compute=compute,
-            mixes_logits=guidance.mixes_logits,
-            mixed_layers=guidance.mixed_layers(depth),
-        )
 
 
 def prompt_graph(config: InfinityConfig, layout: WeightsLayout, options: StepOptions) -> GraphBuilder:
