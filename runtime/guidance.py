@@ -16,9 +16,23 @@ from toprovar.runtime.errors import ToprovarError
 UNLIMITED = 1e4  # a logit no bit reaches: nothing is cut off
 
 
+class Projection(BaseModel):
+    """Adaptive projected guidance: a bounded difference of the rows, without its part along the conditional logits.
+
+    norm_threshold: bound of the difference's root mean square; 0 for none
+    eta:            share that is kept of the part along the conditional logits
+    Source:         adaptive projected guidance (arXiv 2410.02416)
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    norm_threshold: Annotated[float, Field(ge=0, le=1000)] = 0.05
+    eta: Annotated[float, Field(ge=0, le=1000)] = 0.0
+
+
 class Guidance(BaseModel):
     """cfg, tau: one value per scale; top_p: 0 switches the cut off; insertion: 0 = logits, -j = output of layer
-    depth-j."""
+    depth-j; projection: of the difference on logits, None for the plain one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -26,6 +40,7 @@ class Guidance(BaseModel):
     tau: tuple[Annotated[float, Field(gt=0, le=1000)], ...]
     top_p: Annotated[float, Field(ge=0, le=1)] = 0.97
     insertion: tuple[Annotated[int, Field(le=0)], ...] = (0,)
+    projection: Projection | None = None
 
     @property
     def uses_unconditional_row(self) -> bool:

@@ -85,6 +85,11 @@ class Pass:
         return self.height, self.width
 
     @property
+    def flat(self) -> tuple[int, int]:
+        """Height and width of the frames on top of one another: how plans and bundles see the map."""
+        return self.frames * self.height, self.width
+
+    @property
     def tokens(self) -> int:
         return self.frames * self.height * self.width
 
@@ -133,6 +138,30 @@ class VideoSchedule:
     def last(self) -> tuple[int, int]:
         """Height and width of the latent."""
         return self.entries[-1][1:]
+
+    @property
+    def frames(self) -> int:
+        """Of the latent."""
+        return sum(self.clips)
+
+    @property
+    def flat(self) -> tuple[tuple[int, int], ...]:
+        """Every pass as a map; what plans and bundles call a scale is a pass."""
+        return tuple(step.flat for step in self.passes())
+
+    def per_pass(self, values: Sequence[float], what: str) -> tuple[float, ...]:
+        """One value for all, one per map over all clips, or one per pass. Raises: ToprovarError for another number."""
+        steps, count = self.passes(), len(self.entries)
+        if len(values) == 1:
+            return tuple(values) * len(steps)
+        if len(values) == len(steps):
+            return tuple(values)
+        if len(values) != count:
+            raise ToprovarError(
+                f"{what} has {len(values)} values; the schedule has {count} maps and {len(steps)} passes",
+                f"give one value, or {count} of them",
+            )
+        return tuple(values[step.entry] for step in steps)
 
     def passes(self) -> tuple[Pass, ...]:
         found: list[Pass] = []

@@ -456,6 +456,10 @@ class PlannedStep(ABC):
         rest = g.Sub(np.ones(1, np.float32), self.cfg)
         return g.Add(g.Mul(conditional, self.cfg), g.Mul(unconditional, rest))
 
+    def mixed_logits(self, logits: ir.Value) -> ir.Value:
+        """Guidance on logits behind the temperature. logits: [n, R, V] -> [n, B, V]."""
+        return self.mix(logits)
+
     def _logits(self, x: ir.Value) -> ir.Value:
         """Temperature and guidance. Returns: [L or n, B, V]."""
         g, B = self.g, self.B
@@ -472,7 +476,7 @@ class PlannedStep(ABC):
             g.output(g.Sqrt(g.ReduceMean(g.Mul(away, away), [0, 2], keepdims=0)), "guidance_gap", (B,))
         logits = g.Div(raw, self.tau)
         if mixes:
-            logits = self.mix(logits)
+            logits = self.mixed_logits(logits)
         self.watch("logits", logits, (self.L, B, self.logit_columns))
         return logits
 
