@@ -7,8 +7,6 @@ learned attention factor is exponentiated; the AdaLN packs carry the "1 +" of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -16,8 +14,7 @@ from toprovar.exporter.infinity.rope import rope_table
 from toprovar.exporter.infinity.tokenizer import BitTokenizer
 from toprovar.exporter.infinity.transformer import MAX_LOG_SCALE, Block, Infinity
 from toprovar.exporter.schedules import Schedule
-
-Thunks = dict[str, Callable[[], Tensor]]
+from toprovar.exporter.weights_file import Thunks
 
 # Kept in fp32 whatever the compute type: norms, modulation, embeddings, head, positions.
 ALWAYS_FP32 = ("rope_", "ada_", "scale_mul", "norm", "head", "word_embed", "pos_start", "lvl_", "cfg_uncond", "pool_")
