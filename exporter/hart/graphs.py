@@ -71,8 +71,8 @@ def step_graph(
     residual: whether there is a residual head; steps: its reverse steps
     Inputs:  embedded, text_cos, text_sin [T, R, ...] at scale 0, else codes [B, d, H, H] and last_position [1, R];
              modulation [1, R, C], head_modulation [2, R, C]; noise (and smooth_noise) [N, B, V] in [0, 1); cfg,
-             tau [1]; k_past_##, v_past_## [S, R, heads, D]; at the last scale residual_start [N, B, d] and residual_noise
-             [steps - 1, N, B, d], standard normal; what plans need, as in docs/bundle.md
+             tau [1]; k_past_##, v_past_## [S, R, heads, D]; at the last scale residual_start [N, B, d] and
+             residual_noise [steps - 1, N, B, d], standard normal; what plans need, as in docs/bundle.md
     Outputs: indices [N, B, 1] int32 (-1 where none was drawn), codes_next [B, d, H, H], k_new_##, v_new_##
              [n, R, heads, D]; what plans leave
     """

@@ -49,8 +49,8 @@ def step_graph(config: VarConfig, route: Route, layout: WeightsLayout, options: 
     """The graph of one route; that of a dense plan gives the dense step.
 
     Inputs:  condition [1, R, C] at scale 0, else codes [B, d, H, W]; head_modulation [2, R, C], modulation_##
-             [6, R, C]; noise (and smooth_noise) [L, B, V] in [0, 1), cfg, tau [1], k_past_##, v_past_## [S, R, H, D]; what plans
-             need, as in docs/bundle.md
+             [6, R, C]; noise (and smooth_noise) [L, B, V] in [0, 1), cfg, tau [1], k_past_##, v_past_## [S, R, H, D];
+             what plans need, as in docs/bundle.md
     Outputs: indices [L, B, 1] int32 (-1 where none was drawn), codes_next [B, d, H, W], k_new_##, v_new_##
              [n, R, H, D]; what plans leave
     """
