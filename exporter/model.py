@@ -28,12 +28,8 @@ if TYPE_CHECKING:
     from toprovar.exporter.demo.text_encoder import WordTextEncoder
     from toprovar.exporter.infinity.tokenizer import BitTokenizer
     from toprovar.exporter.infinity.transformer import Infinity
-<<<<<<< HEAD
     from toprovar.exporter.weights_file import Thunks
-=======
-    from toprovar.exporter.infinity.weights import Thunks
     from toprovar.runtime.embeddings import PromptEmbeddings
->>>>>>> load
 
 PACKAGED = {"demo": Path(__file__).parent / "demo"}
 MODEL_FILE = "model.json"
