@@ -183,10 +183,12 @@ def collect_statistics(
 
 
 def _key(model: Model, schedule: Schedule, guidance: Guidance) -> dict[str, object]:
+    rows = {} if model.embeddings is None else {"embeddings_sha256": model.embeddings.sha256}
     return {
         "weights_sha256": model.weights_sha256,
         "schedule": [list(size) for size in schedule],
         "guidance": guidance.model_dump(mode="json"),
+        **rows,
     }
 
 

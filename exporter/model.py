@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from toprovar.exporter.demo.text_encoder import WordTextEncoder
     from toprovar.exporter.infinity.tokenizer import BitTokenizer
     from toprovar.exporter.infinity.transformer import Infinity
-    from toprovar.exporter.infinity.weights import Thunks
+    from toprovar.exporter.weights_file import Thunks
+    from toprovar.runtime.embeddings import PromptEmbeddings
 
 PACKAGED = {"demo": Path(__file__).parent / "demo"}
 MODEL_FILE = "model.json"
@@ -64,6 +65,7 @@ class Model:
     vocabulary: Any
     settings: ModelFile
     weights_sha256: str
+    embeddings: PromptEmbeddings | None = None  # rows of prompts encoded beforehand, in place of a text encoder
 
     @property
     def backbone(self) -> Backbone:

@@ -1,4 +1,4 @@
-"""Prompt text to what the PyTorch model needs, through the model's own text encoder."""
+"""Prompt text to what the PyTorch model needs: through the model's own text encoder, or from rows made beforehand."""
 
 from __future__ import annotations
 
@@ -14,17 +14,37 @@ if TYPE_CHECKING:
 
     from toprovar.exporter.infinity.transformer import Prompt
     from toprovar.exporter.model import Model
+    from toprovar.runtime.embeddings import PromptEmbeddings
+
+
+def use_embeddings(model: Model, embeddings: PromptEmbeddings) -> None:
+    """From now on the model reads these rows, and its own text encoder not at all.
+
+    Raises: ToprovarError if they have another width than its text side.
+    """
+    if embeddings.width != model.config.text_width:
+        raise ToprovarError(
+            f"{embeddings.name} holds rows of width {embeddings.width}; model {model.name} reads rows of width "
+            f"{model.config.text_width}",
+            "encode the prompts with the text encoder that the model was trained with",
+        )
+    model.embeddings = embeddings
 
 
 def text_rows(model: Model, prompt: str) -> Tensor:
     """Rows of one prompt, [T, text width], with as many rows as the prompt has tokens.
 
-    Raises: ToprovarError if the model has no text encoder.
+    Raises: ToprovarError if the model has neither a text encoder nor rows of this prompt, made beforehand.
     """
     import torch
 
+    if model.embeddings is not None:
+        return torch.from_numpy(model.embeddings.rows[model.embeddings.index_of(prompt)])
     if model.text_encoder is None:
-        raise ToprovarError(f"model {model.name} has no text encoder", "name one in its model.json")
+        raise ToprovarError(
+            f"model {model.name} has no text encoder",
+            "encode the prompts beforehand (toprovar encode-prompts) and pass --embeddings FILE",
+        )
     tokens = WordTokenizer(model.vocabulary["words"]).encode(prompt, model.settings.text_tokens)
     ids = torch.tensor([tokens.ids])
     with torch.inference_mode():
@@ -32,33 +52,33 @@ def text_rows(model: Model, prompt: str) -> Tensor:
 
 
 def encode_prompt(model: Model, prompt: str, guidance: Guidance) -> Prompt:
-    """The conditional row and, under guidance, the unconditional one of the same length."""
-    import torch
-
-    rows = text_rows(model, prompt)[None]  # [1, T, width]
-    with torch.inference_mode():
-        if guidance.uses_unconditional_row:
-            table = model.transformer.cfg_uncond
-            learned = torch.zeros_like(rows[0])
-            learned[: min(len(learned), len(table))] = table[: len(learned)]
-            rows = torch.stack([rows[0], learned])
-        return model.transformer.prompt(rows, torch.ones(rows.shape[:2], dtype=torch.bool))
+    """The conditional row and, under guidance, the unconditional one."""
+    return encode_prompts(model, [prompt], guidance)
 
 
 def encode_prompts(model: Model, prompts: Sequence[str], guidance: Guidance) -> Prompt:
     """Several prompts, padded to the longest: their conditional rows, then under guidance as many unconditional ones.
 
-    An unconditional row is as long as its prompt, as in `encode_prompt`.
+    An unconditional row is that of the negative prompt where rows made beforehand bring one; else it is learned, and as
+    long as its prompt.
     """
     import torch
 
     found = [text_rows(model, prompt) for prompt in prompts]
+    if guidance.uses_unconditional_row:
+        found += [_unconditional(model, len(rows)) for rows in found]
     longest = max(len(rows) for rows in found)
-    rows = torch.stack([torch.nn.functional.pad(r, (0, 0, 0, longest - len(r))) for r in found])  # [B, T, width]
-    mask = torch.stack([torch.arange(longest) < len(r) for r in found])  # [B, T]
+    rows = torch.stack([torch.nn.functional.pad(r, (0, 0, 0, longest - len(r))) for r in found])  # [R, T, width]
+    mask = torch.stack([torch.arange(longest) < len(r) for r in found])  # [R, T]
     with torch.inference_mode():
-        if guidance.uses_unconditional_row:
-            table = model.transformer.cfg_uncond[:longest]
-            learned = torch.nn.functional.pad(table, (0, 0, 0, longest - len(table))) * mask[..., None]
-            rows, mask = torch.cat([rows, learned]), torch.cat([mask, mask])
         return model.transformer.prompt(rows, mask)
+
+
+def _unconditional(model: Model, tokens: int) -> Tensor:
+    """[T, text width]; the learned table may have fewer rows than a prompt, the rest is zero."""
+    import torch
+
+    if model.embeddings is not None and model.embeddings.negative is not None:
+        return torch.from_numpy(model.embeddings.negative[1])
+    table = model.transformer.cfg_uncond[:tokens]
+    return torch.nn.functional.pad(table, (0, 0, 0, tokens - len(table)))

@@ -18,6 +18,8 @@ from toprovar.calibrate.report import write_report
 from toprovar.calibrate.statistics import Statistics, collect_statistics, read_prompts
 from toprovar.calibrate.targets import plan_for_ssim
 from toprovar.exporter.model import Model, load_model
+from toprovar.exporter.prompts import use_embeddings
+from toprovar.runtime.embeddings import read_embeddings
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.json_files import check_folder, read_json
@@ -46,6 +48,7 @@ class CalibrationRequest:
     seed: int = 0
     target_ssim: float | None = None
     resume: bool = True
+    embeddings: Path | None = None
 
 
 DEFAULT_PROMPTS = 12  # shipped ones that plans are fitted to where no calibration is given
@@ -74,7 +77,7 @@ def check_request(request: CalibrationRequest) -> list[str]:
         raise ToprovarError(
             f"method {request.method} has one strength; it cannot be fitted to a target", "leave --target-ssim out"
         )
-    prompts = read_prompts(prompt_file(request.prompts))[: request.limit]
+    prompts = asked_prompts(request)
     last = request.seed + len(prompts) - 1
     if last > MAX_SEED:
         raise ToprovarError(
@@ -82,6 +85,19 @@ def check_request(request: CalibrationRequest) -> list[str]:
             f"give a seed up to {MAX_SEED - len(prompts) + 1}",
         )
     check_folder(request.out / "stats")
+    return prompts
+
+
+def asked_prompts(request: CalibrationRequest) -> list[str]:
+    """Those of --prompts, or all that --embeddings holds. Raises: ToprovarError if a prompt has no rows there."""
+    if request.embeddings is None:
+        return read_prompts(prompt_file(request.prompts))[: request.limit]
+    embeddings = read_embeddings(request.embeddings)
+    if request.prompts is None:
+        return list(embeddings.prompts)[: request.limit]
+    prompts = read_prompts(prompt_file(request.prompts))[: request.limit]
+    for prompt in prompts:
+        embeddings.index_of(prompt)
     return prompts
 
 
@@ -148,6 +164,8 @@ def run_calibration(request: CalibrationRequest) -> Plan:
     started = time.perf_counter()
     check_request(request)
     model = load_model(request.model, request.tokenizer)
+    if request.embeddings is not None:
+        use_embeddings(model, read_embeddings(request.embeddings))
     stats = gather(request, model)
     plan = fit_and_write(request, model, stats)
     depth = "" if plan.D.value is None else f"D = {plan.D.value}, "

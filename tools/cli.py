@@ -55,6 +55,10 @@ Tau = Annotated[
 ]
 
 
+Embeddings = Annotated[
+    Path | None,
+    typer.Option("--embeddings", help="Prompts encoded beforehand (toprovar encode-prompts), in place of an encoder."),
+]
 Targets = Annotated[
     list[str] | None,
     typer.Option("--target", help="onnxruntime, tensorrt or tensorrt-rtx; repeatable. Graphs are always written."),
@@ -140,6 +144,16 @@ class NumberFormat(str, Enum):
 
 class HeaderSource(str, Enum):
     pip = "pip"
+
+
+class EncoderKind(str, Enum):
+    t5 = "t5"
+    qwen2_vl = "qwen2-vl"
+
+
+class EncoderFormat(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
 
 
 BackendOption = Annotated[
@@ -266,6 +280,7 @@ def calibrate(
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Keep what an earlier run measured for the same prompts.")
     ] = True,
+    embeddings: Embeddings = None,
     tokenizer: Tokenizer = None,
     aspect: Aspect = None,
     budget: Budget = None,
@@ -299,10 +314,49 @@ def calibrate(
         request = CalibrationRequest(
             model=model, tokenizer=tokenizer, prompts=prompts, limit=limit, method=method, settings=settings,
             aspect=aspect, budget=budget, cfg=cfg, tau=tau, seed=seed, out=out, target_ssim=target_ssim, resume=resume,
+            embeddings=embeddings,
         )  # fmt: skip
         plan = run_calibration(request)
         if json:
             console.print_json(plan.model_dump(mode="json", by_alias=True))
+
+    _finish(body, verbose)
+
+
+@app.command("encode-prompts")
+def encode_prompts(
+    prompts: Annotated[Path, typer.Argument(help="Text file, one prompt per line.")],
+    encoder: Annotated[str, typer.Option("--encoder", help="Folder of the text encoder, or its name on the hub.")],
+    kind: Annotated[EncoderKind, typer.Option("--kind", help="t5 for Infinity, qwen2-vl for HART.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File of the rows.")] = Path("embeddings.safetensors"),
+    negative: Annotated[str | None, typer.Option("--negative", help="Negative prompt for all of them.")] = None,
+    system_prompt: Annotated[
+        Path | None, typer.Option("--system-prompt", help="qwen2-vl: text file, put in front of every prompt.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")] = None,
+    dtype: Annotated[
+        EncoderFormat, typer.Option("--dtype", help="Number format of the encoder; rows are fp32 either way.")
+    ] = EncoderFormat.fp32,
+    device: Annotated[Device, typer.Option("--device", help="What encodes: cpu or cuda.")] = Device.cpu,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch an encoder named on the hub; nothing is fetched otherwise.")
+    ] = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Encode prompts once, with T5 or Qwen2-VL, for commands that take --embeddings."""
+
+    def body() -> None:
+        console.require_packages("encode-prompts", "torch")
+        from toprovar.tools.prompt_encoding import EncodingRequest, run_encoding
+
+        request = EncodingRequest(
+            prompts=prompts, encoder=encoder, kind=kind.value, out=out, dtype=dtype.value, device=device.value,
+            negative=negative, system_prompt=system_prompt, limit=limit, download=download,
+        )  # fmt: skip
+        facts = run_encoding(request, quiet=json)
+        if json:
+            console.print_json(facts)
 
     _finish(body, verbose)
 
@@ -392,7 +446,7 @@ def rebuild(
 @app.command()
 def run(
     bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to draw.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="PNG file to write.")] = Path("image.png"),
     seed: Seed = 0,
     plan: Annotated[
@@ -403,6 +457,10 @@ def run(
     tau: Tau = None,
     preview_dir: Annotated[
         Path | None, typer.Option("--preview-dir", help="Also write the picture after every scale there.")
+    ] = None,
+    embeddings: Embeddings = None,
+    index: Annotated[
+        int | None, typer.Option("--index", min=0, help="Which prompt of --embeddings, from 0; or name it by --prompt.")
     ] = None,
     backend: BackendOption = Backend.onnxruntime,
     device: DeviceOption = None,
@@ -420,6 +478,7 @@ def run(
         record = run_bundle(
             bundle, prompt, seed, out, variant=plan, negative=negative, cfg=cfg, tau=tau, preview_dir=preview_dir,
             choice=_choice(backend, device, operators, cuda_graph, threads), quiet=json,
+            embeddings=embeddings, index=index,
         )  # fmt: skip
         if json:
             console.print_json(record)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toprovar.runtime.bundle import Bundle, open_bundle
+from toprovar.runtime.embeddings import read_embeddings
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.image_files import printable, write_png
 from toprovar.runtime.json_files import check_folder, check_replaceable
 from toprovar.runtime.noise import check_seed
 from toprovar.runtime.pipeline import Pipeline, Result
+from toprovar.runtime.text import EncodedPrompt
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
 from toprovar.tools.backends import BackendChoice
@@ -54,7 +56,7 @@ def record_of(result: Result, bundle: Bundle, backend: RunningBackend, variant: 
 
 def run_bundle(
     folder: Path,
-    prompt: str,
+    prompt: str | None,
     seed: int,
     out: Path,
     variant: str | None = None,
@@ -64,8 +66,12 @@ def run_bundle(
     preview_dir: Path | None = None,
     choice: BackendChoice = BackendChoice(),
     quiet: bool = False,
+    embeddings: Path | None = None,
+    index: int | None = None,
 ) -> dict[str, Any]:
     """Makes one image and writes it. Returns: the record of the run.
+
+    embeddings, index: a file of prompts encoded beforehand, and which of them where `prompt` does not say
 
     Raises: ToprovarError before anything is written if the bundle, the variant, the seed or the place is wrong.
     """
@@ -81,6 +87,18 @@ def run_bundle(
     bundle = open_bundle(folder)
     if bundle.manifest.decoder is None:
         raise ToprovarError(f"bundle {folder} holds no decoder, so it makes no picture", "export it with --tokenizer")
+    text_rows, negative_rows, encoded = None, None, None
+    if embeddings is not None:
+        found = read_embeddings(embeddings)
+        place = found.select(prompt, index)
+        prompt, text_rows = found.prompts[place], found.rows[place]
+        encoded = EncodedPrompt(prompt, int(found.valid[place].sum()), found.token_counts[place])
+        if found.negative is not None and negative is None:
+            negative, negative_rows, _ = found.negative
+    elif index is not None:
+        raise ToprovarError("--index picks a prompt of --embeddings, which is not given", "pass --embeddings FILE")
+    elif prompt is None:
+        raise ToprovarError("no prompt given", "pass --prompt, or --embeddings with --index")
     backend = choice.open(bundle)
     pipeline = Pipeline(bundle, backend)
     variant = variant or default_variant(bundle)
@@ -91,9 +109,13 @@ def run_bundle(
         seed,
         variant,
         negative=negative,
+        text_rows=text_rows,
+        negative_rows=negative_rows,
         guidance=guidance,
         on_scale=(lambda scale, codes: snapshots.append(codes.copy())) if preview_dir else None,
     )
+    if encoded is not None:
+        result.prompt = encoded
     facts = {
         "prompt": prompt,
         "negative_prompt": negative or "",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from toprovar.exporter.autoencoder_graph import decoded
 from toprovar.exporter.graph_builder import GraphBuilder
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.infinity.tokenizer import TokenizerConfig
@@ -72,45 +73,8 @@ def decoder_graph(
     z = g.input("codes", (images, config.channels, *size))
     if resized is not None:
         z, size = g.resize(z, *resize_pair("bilinear", size, resized)), resized
-    height, width = size
-
-    def conv(x: ir.Value, name: str, kernel: int = 3) -> ir.Value:
-        pad = kernel // 2
-        return g.Conv(
-            x,
-            g.weight(f"{name}.conv.weight"),
-            g.weight(f"{name}.conv.bias"),
-            kernel_shape=[kernel, kernel],
-            pads=[pad] * 4,
-        )
-
-    def norm_swish(x: ir.Value, name: str, channels: int, h: int, w: int) -> ir.Value:
-        ones, zeros = np.ones(32, np.float32), np.zeros(32, np.float32)
-        y = g.InstanceNormalization(g.reshape(x, (images, 32, -1)), ones, zeros, epsilon=1e-6)
-        y = g.reshape(y, (images, channels, h, w))
-        y = g.Add(g.Mul(y, g.weight(f"{name}.norm.weight")), g.weight(f"{name}.norm.bias"))
-        return g.Mul(y, g.Sigmoid(y))
-
-    def res_block(x: ir.Value, name: str, inputs: int, outputs: int, h: int, w: int) -> ir.Value:
-        y = conv(norm_swish(x, f"{name}.norm1", inputs, h, w), f"{name}.conv1")
-        y = conv(norm_swish(y, f"{name}.norm2", outputs, h, w), f"{name}.conv2")
-        return g.Add(y, x if inputs == outputs else conv(x, f"{name}.nin_shortcut", 1))
-
-    top = config.widths[-1]
-    x = conv(z, "decoder.conv_in")
-    for block in ("block_1", "block_2"):
-        x = res_block(x, f"decoder.mid.{block}", top, top, height, width)
-    current = top
-    for level in reversed(range(len(config.widths))):
-        for j in range(config.res_blocks + 1):
-            x = res_block(x, f"decoder.up.{level}.block.{j}", current, config.widths[level], height, width)
-            current = config.widths[level]
-        if level > 0:
-            x = g.reshape(x, (images, current, height, 1, width, 1))
-            x = g.Expand(x, [images, current, height, 2, width, 2])
-            height, width = 2 * height, 2 * width
-            x = conv(g.reshape(x, (images, current, height, width)), f"decoder.up.{level}.upsample.conv")
-    x = conv(norm_swish(x, "decoder.norm_out", current, height, width), "decoder.conv_out")
+    x = decoded(g, z, config.shape, size, images)
+    height, width = size[0] * config.stride, size[1] * config.stride
     if config.rgb_shortcut:
         colour = g.Conv(z, g.weight("rgb_shortcut.decode.weight"), kernel_shape=[1, 1])
         x = g.Add(x, g.resize(colour, *resize_pair("bilinear", size, (height, width))))

@@ -222,12 +222,16 @@ class PlannedLoop(ABC, Generic[P]):
     def empty_cache(self, prompt: P) -> Tensor:
         """[0, R, H, D]."""
 
+    def is_guided(self, prompt: P) -> bool:
+        """Whether the second half of the rows is unconditional."""
+        return self.guidance.uses_unconditional_row
+
     # -- the run ---------------------------------------------------------------------------------------------------
 
     def run(self, prompt: P) -> Generation:
         whole = new_images(
             prompt,
-            self.guidance.uses_unconditional_row,
+            self.is_guided(prompt),
             self.options.plan,
             self.first_input(prompt),
             (self.code_channels, *self.full),

@@ -41,6 +41,9 @@ class StepOptions:
     mixes_logits:      guidance on logits
     mixed_layers:      layers whose outputs are mixed (guidance inside layers)
     watched:           names of intermediate values to add as outputs, as in the parity files ("block0", "raw", ...)
+    top_k:             candidates per scale of families that draw indices; none, or 0, keeps all
+    top_p:             probability that stays among their candidates; 0 keeps all
+    smooth:            they feed on means of codes instead of single codes
     gate_whole_layers: also sends gated layers that keep every token through gather and scatter (a test of that path)
     """
 
@@ -52,6 +55,9 @@ class StepOptions:
     watched: Collection[str] = ()
     gate_whole_layers: bool = False
     images: int = 1
+    top_k: tuple[int, ...] = ()
+    top_p: float = 0.0
+    smooth: bool = False
 
     @classmethod
     def for_guidance(cls, guidance: Guidance, depth: int, text_tokens: int, compute: str = "fp32") -> StepOptions:
@@ -62,7 +68,14 @@ class StepOptions:
             compute=compute,
             mixes_logits=guidance.mixes_logits,
             mixed_layers=guidance.mixed_layers(depth),
+            top_k=guidance.top_k,
+            top_p=guidance.top_p,
+            smooth=guidance.smooth,
         )
+
+    def candidates(self, scale: int) -> int:
+        """top_k of a scale; 0 keeps all."""
+        return self.top_k[scale] if self.top_k else 0
 
 
 def gate_outputs(route: Route, gate_whole_layers: bool = False) -> dict[int, str]:
@@ -285,7 +298,7 @@ class PlannedStep(ABC):
         across = self.g.Transpose(kept, perm=[1, 0])
         return self.g.Concat(across, across, axis=1) if self.R > self.B else across
 
-    def _of_images(self, kept: ir.Value) -> ir.Value:
+    def of_images(self, kept: ir.Value) -> ir.Value:
         """[n] stays, [n, R] becomes [n, B]."""
         return kept if self.B == 1 else self.conditional(kept)
 
@@ -423,7 +436,7 @@ class PlannedStep(ABC):
         if kept is None:
             self.moved = g.Add(self.moved, self._drawn_tokens(change))
             return
-        index = g.reshape(self._of_images(kept), (-1, self.B))
+        index = g.reshape(self.of_images(kept), (-1, self.B))
         summed = g.Add(g.GatherElements(self.moved, index, axis=0), change)
         self.moved = g.ScatterElements(self.moved, index, summed, axis=0)
 
@@ -488,13 +501,13 @@ class PlannedStep(ABC):
         """Noise of the tokens that are drawn, [L or n, B, noise_columns]."""
         if drawn_at is None:
             return self.noise
-        return self.take(self.noise, self._of_images(drawn_at), self.noise_columns, self.B)
+        return self.take(self.noise, self.of_images(drawn_at), self.noise_columns, self.B)
 
     def _output_codes(self, drawn: ir.Value, values: ir.Value, drawn_at: ir.Value | None) -> None:
         """What was drawn, codes_next and own_codes, at the positions `drawn_at`."""
         g, L, B, width, channels = self.g, self.L, self.B, self.value_columns, self.sizes.code_channels
         if drawn_at is not None:
-            kept = self._of_images(drawn_at)
+            kept = self.of_images(drawn_at)
             drawn = self._put(g.full(np.int32(-1), (L, B, self.columns)), kept, drawn, self.columns, B)
             base = self._previous_values() if self.plan.restore.kind == "prev_code" else None
             if base is None:
