@@ -79,16 +79,17 @@ def compare(file: ParityFile, asked: list[str] | None, backends: list[str] | Non
     import torch
 
     from toprovar.exporter.infinitystar.load import load_infinitystar
+    from toprovar.tools.parity_infinitystar_graphs import observe_onnxruntime
 
     names = runs_in(file, asked)
     weights = {name: torch.from_numpy(array) for name, array in file.weights().items()}
     model = load_infinitystar(weights, str(file.path))
     runs = [read_run(file, name, model.config) for name in names]
     strangers = {"w", *_present(file)}
-    for backend in backends or ("torch",):
+    for backend in backends or ("torch", "onnxruntime"):
+        observe = {"torch": observe_torch, "onnxruntime": observe_onnxruntime}[backend]
         for run in runs:
-            seen = observe_torch(model, run) if backend == "torch" else {}
-            report.rows.extend(_compare_run(file, run, backend, seen))
+            report.rows.extend(_compare_run(file, run, backend, observe(model, run)))
         for array in sorted(file.shapes):
             if array == ROPE_TEXT and backend == "torch":
                 report.rows.append(_compare_rope_text(file, model.config.head_width))

@@ -77,7 +77,7 @@ def prompt_graph(config: InfinityStarConfig, layout: WeightsLayout, options: Ste
     """
     g = GraphBuilder("prompt", layout, options.compute)
     R, T, D, dtype = options.rows, options.text_tokens, config.head_width, DTYPE_NAMES[g.compute]
-    if T > config.text_length:
+    if config.text_length < T:
         raise ToprovarError(
             f"{T} text tokens asked for; the model takes {config.text_length}",
             f"pass --text-tokens {config.text_length}, or fewer",
@@ -86,6 +86,8 @@ def prompt_graph(config: InfinityStarConfig, layout: WeightsLayout, options: Ste
     valid = g.input("text_valid", (R, T))
     own = g.reshape(g.Transpose(valid, perm=[1, 0]), (T, R, 1))
     x = g.Mul(g.f32(g.linear(rows, "text_proj", "text_proj_bias")), own)  # [T, R, C]
+    if "in" in options.watched:
+        g.output(x, "watch_in", (T, R, config.width))
     longer = g.ReduceMax(valid, [0], keepdims=1)
     mask = g.Expand(g.Mul(g.Sub(np.float32(1), longer), MASKED), [R, T])
     cos, sin = (g.reshape(g.weight(f"rope_text_{part}", (0, T)), (T, 1, 1, D // 2)) for part in ("cos", "sin"))
