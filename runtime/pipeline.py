@@ -31,6 +31,7 @@ from toprovar.runtime.manifest import Graph, Step
 from toprovar.runtime.noise import NoiseAhead, check_seed
 from toprovar.runtime.table import StepTable
 from toprovar.runtime.text import EncodedPrompt, TextEncoder
+from toprovar.runtime.video_decoding import decoded_frames
 
 
 class Backend(Protocol):
@@ -61,7 +62,8 @@ class StepRecord:
 @dataclass
 class Result:
     """image: uint8 [H, W, 3], or None without a decoder; codes [d, h, w]; bits per scale [N, bits] uint8, 255 where
-    none was drawn; decisions: (scale, what, value) as they were taken."""
+    none was drawn; decisions: (scale, what, value) as they were taken; frames: [T, H, W, 3] of a video, in place of the
+    image."""
 
     image: np.ndarray | None
     codes: np.ndarray
@@ -70,6 +72,7 @@ class Result:
     latency_ms: dict[str, float]
     prompt: EncodedPrompt | None
     decisions: list[tuple[int, str, float | str]] = field(default_factory=list)
+    frames: np.ndarray | None = None
 
 
 @dataclass
@@ -126,7 +129,8 @@ class Pipeline:
 
     def _load(self, steps: Iterable[Step], *further: Graph | None) -> None:
         manifest = self.manifest
-        for graph in (manifest.prompt, manifest.decoder, *further, *(step.graph for step in steps)):
+        following = manifest.video.following if manifest.video else None
+        for graph in (manifest.prompt, manifest.decoder, following, *further, *(step.graph for step in steps)):
             if graph is not None:
                 self.backend.prepare(graph)
         self._text.prepare()
@@ -208,18 +212,31 @@ class Pipeline:
         tensors = {name: memory.empty(facts.shape, facts.dtype) for name, facts in prompt.outputs.items()}
         self.backend.run(prompt, {"text_rows": memory.place(rows), "text_valid": memory.place(valid)}, tensors)
         prompt_ms = (time.perf_counter() - begin) * 1e3 - text_ms
-        return _Picture(request, encoded, tensors, {"load": load_ms, "text": text_ms, "prompt": prompt_ms})
+        latency_ms = {"load": load_ms, "text": text_ms, "prompt": prompt_ms}
+        return _Picture(request, encoded, tensors, latency_ms, int(valid.sum(1).max()))
 
     def _finished(self, picture: _Picture) -> Result:
         picture.latency_ms["steps"] = sum(record.latency_ms for record in picture.steps)
         begin = time.perf_counter()
-        image = self._decoded(picture.codes) if self.manifest.decoder else None
+        image, frames = None, None
         codes = self.backend.memory.read(picture.codes)[0]
+        if self.manifest.decoder and self.manifest.video:
+            frames = decoded_frames(self.backend, self.manifest.decoder, self.manifest.video, codes)
+            image, frames = (frames[0], None) if len(frames) == 1 else (None, frames)
+        elif self.manifest.decoder:
+            image = self._decoded(picture.codes)
         picture.latency_ms["decode"] = (time.perf_counter() - begin) * 1e3
-        return Result(image, codes, picture.bits, picture.steps, picture.latency_ms, picture.prompt, picture.decisions)
+        return Result(
+            image, codes, picture.bits, picture.steps, picture.latency_ms, picture.prompt, picture.decisions, frames
+        )
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """codes [d, h, w] -> picture [H, W, 3] uint8."""
+        """codes [d, h, w] -> picture [H, W, 3] uint8. Raises: ToprovarError if the bundle draws videos."""
+        if self.manifest.video:
+            raise ToprovarError(
+                f"bundle {self.bundle.folder} draws videos; single pictures of their codes are not made",
+                "make the whole video with generate",
+            )
         with self.backend.memory.scope():
             return self._decoded(self.backend.memory.place(codes[None].astype(np.float32)))
 
@@ -235,12 +252,16 @@ class Pipeline:
 
 @dataclass
 class _Picture:
-    """One image while it is made. tensors: what the prompt graph gave; codes: [1, d, h, w]; both are buffers."""
+    """One image while it is made. tensors: what the prompt graph gave; codes: [1, d, h, w]; both are buffers.
+
+    text_tokens: of the longest of its rows
+    """
 
     request: Request
     prompt: EncodedPrompt | None
     tensors: dict[str, Any]
     latency_ms: dict[str, float]
+    text_tokens: int
     codes: Any = None
     bits: list[np.ndarray] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -336,7 +357,7 @@ class _Run:
         group.carried, group.own_codes = outputs.get("score_next"), outputs.get("own_codes")
         for layer, count in enumerate(step.counts):
             group.filled[layer] += count
-        group.residuals |= {name: buffer for name, buffer in outputs.items() if name.startswith("residual_")}
+        group.residuals |= {name: buffer for name, buffer in outputs.items() if name.startswith(CARRIED)}
         group.residuals = {n: b for n, b in group.residuals.items() if self.last_use.get(n, -1) > step.scale}
         noted = {name: buffer for name, buffer in outputs.items() if _is_noted(name, step)}
         self.ran.append(_Ran(group.places, step, 0.0, group.codes, noted))
@@ -365,9 +386,13 @@ class _Run:
             "cfg": place(np.array([self.guidance.cfg[scale]], np.float32)),
             "tau": place(np.array([self.guidance.tau[scale]], np.float32)),
             "bit_limit": self.limit,
+            "pass_index": place(np.array([scale], np.float32)),
             **group.prompt,
             **group.residuals,
         }
+        for name, facts in step.graph.inputs.items():
+            if facts.is_open and name in group.prompt:  # without padding
+                inputs[name] = group.prompt[name][: self.pictures[group.places[0]].text_tokens]
         if group.carried is not None:
             inputs["score"] = group.carried
         if group.own_codes is not None:
@@ -463,6 +488,10 @@ class _Run:
         for place, end in zip(group.places, ends, strict=True):
             self.pictures[place].decisions.append((step.scale, "guidance", "ends" if end else "goes on"))
         return ends
+
+
+# outputs of a step that later ones take by the same name: residuals, and keys of a video's clip for the next one
+CARRIED = ("residual_", "context_")
 
 
 def _is_noted(name: str, step: Step) -> bool:

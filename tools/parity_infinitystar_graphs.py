@@ -31,7 +31,9 @@ def observe_onnxruntime(model: InfinityStar, run: StarRun) -> Arrays:
     rows, valid = _text(model, run)
     wanted = {array.partition("/")[0] for array in run.recorded}
     watched = {"in", "raw", "logits", "blockN", *(f"block{layer}" for layer in range(config.depth))}
-    options = StepOptions(len(rows), rows.shape[1], watched=watched & (wanted | {"logits"}))
+    options = StepOptions(
+        len(rows), rows.shape[1], watched=watched & (wanted | {"logits"}), projection=run.guidance.projection
+    )
     backbone = Backbone(
         family="infinitystar", layers=config.depth, width=config.width, heads=config.heads, bits=config.detail_bits
     )
@@ -50,7 +52,7 @@ def observe_onnxruntime(model: InfinityStar, run: StarRun) -> Arrays:
         path = folder / "step.onnx"
         for route in routes(dense_plan(backbone, video.flat), run.guided)[: len(run.bits)]:
             index = route.scale
-            step_graph(config, video, run.guidance.projection, route, layout, options).save(path)
+            step_graph(config, video, route, layout, options).save(path)
             state |= {
                 "pass_index": np.array([index], np.float32),
                 "noise": _noise(run.bits[index], config.detail_bits),

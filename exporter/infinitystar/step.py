@@ -27,7 +27,6 @@ from toprovar.exporter.resize_matrices import bilinear_matrix, resize_pair
 from toprovar.exporter.routes import Route
 from toprovar.exporter.weights_file import WeightsLayout
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.guidance import Projection
 
 BOOL = ir.DataType.BOOL.value
 
@@ -35,14 +34,12 @@ BOOL = ir.DataType.BOOL.value
 def step_graph(
     config: InfinityStarConfig,
     video: VideoSchedule,
-    projection: Projection | None,
     route: Route,
     layout: WeightsLayout,
     options: StepOptions,
 ) -> GraphBuilder:
     """The graph of one route; that of a dense plan gives the dense pass.
 
-    projection: of guidance; None for the plain mix
     Inputs:  codes [B, d, F*H, W] (not at pass 0), pass_index [1], noise [L, B, d] in [0, 1), cfg, tau, bit_limit [1],
              text_k_##, text_v_## [T, R, G, D] (any T up to the bundle's), context_k_ee_##, context_v_ee_## of map ee,
              the last one of the clip before; what plans need as of Infinity
@@ -50,7 +47,7 @@ def step_graph(
              context_v_ee_## [n, R, G, D] of the own map ee where later passes see it; what plans need as of Infinity
     Raises:  ToprovarError for a plan that this family cannot follow.
     """
-    return _Step(config, video, projection, route, layout, options).build()
+    return _Step(config, video, route, layout, options).build()
 
 
 class _Step(PlannedStep):
@@ -60,7 +57,6 @@ class _Step(PlannedStep):
         self,
         config: InfinityStarConfig,
         video: VideoSchedule,
-        projection: Projection | None,
         route: Route,
         layout: WeightsLayout,
         options: StepOptions,
@@ -70,7 +66,7 @@ class _Step(PlannedStep):
                 "the plan restores codes of the pass before, which may have another number of bits",
                 "calibrate InfinityStar with another method",
             )
-        self.config, self.video, self.projection = config, video, projection
+        self.config, self.video, self.projection = config, video, options.projection
         self.passes = video.passes()
         self.own = self.passes[route.scale]
         self.columns = config.bits(self.own.is_semantic)
@@ -183,11 +179,12 @@ class _Step(PlannedStep):
         if self.own.context is None:
             return text
         source = next(step for step in self.passes if step.keeps and step.entry == self.own.context)
-        count = self.plan.counts(source.index)[layer]
+        is_open = bool(self.plan.decisions)  # how many tokens ran there may have been decided on another path
+        count = source.tokens if is_open else self.plan.counts(source.index)[layer]
         if not count:
             return text
         name = _context_name(kind, self.own.context, layer)
-        return g.Concat(g.input(name, self._shape(count), self.cache_dtype), text, axis=0)
+        return g.Concat(g.input(name, self._shape(count), self.cache_dtype, is_open), text, axis=0)
 
     # -- the way out -------------------------------------------------------------------------------------------------
 
