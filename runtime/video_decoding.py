@@ -31,7 +31,8 @@ def decoded_frames(backend: Backend, decoder: Graph, video: Video, codes: np.nda
     Raises: ToprovarError if the decoder gives values that are not finite.
     """
     maps = codes.reshape(codes.shape[0], video.maps, -1, codes.shape[2])
-    memory, past, parts, start = backend.memory, {}, [], 0
+    memory, parts, start = backend.memory, [], 0
+    past: dict[str, Any] = {}
     while start < video.maps:
         graph = decoder if start == 0 else video.following
         assert graph is not None  # the manifest was checked
