@@ -2,9 +2,9 @@
 
 A tile sees nothing beyond its border, takes its own means and variances where the decoder has group norms, and its own
 cells where it has attention; the result is therefore close to that of the whole, not equal to it. Tiles overlap, and
-in the overlap the picture goes over linearly from one to the other. Measured with the demo's tokenizer on six drawn pictures
-of 32x32 cells, mean PSNR to the whole: tiles of 8 cells with 4 shared 29.0 dB, of 16 with 4 shared 33.6 dB (28.9 dB with
-none), of 24 with 4 shared 38.1 dB. So take the largest tile that fits, and two cells or more to share.
+in the overlap the picture goes over linearly from one to the other. Measured with the demo's tokenizer on six drawn
+pictures of 32x32 cells, mean PSNR to the whole: tiles of 8 cells with 4 shared 29.0 dB, of 16 with 4 shared 33.6 dB
+(28.9 dB with none), of 24 with 4 shared 38.1 dB. So take the largest tile that fits, and two cells or more to share.
 """
 
 from __future__ import annotations
