@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -138,8 +137,8 @@ def test_what_a_class_is(tmp_path: Path, made: tuple[str, Path]) -> None:
     assert "draws classes" in told
 
 
-def refused_model(folder: Path, **arguments: Any) -> str:
-    return refusal("export", folder, *[item for pair in arguments.items() for item in pair], "-o", folder / "out")
+def refused_model(folder: Path) -> str:
+    return refusal("export", folder, "-o", folder / "out")
 
 
 def test_square_families_refuse_what_they_cannot_draw(made: tuple[str, Path], tmp_path: Path) -> None:
