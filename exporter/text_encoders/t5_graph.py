@@ -1,6 +1,6 @@
 """T5's encoder as an ONNX graph over a weights file of its own: token ids to text rows, fp32.
 
-Root-mean-square norms, attention without scaling and with a learned bias per distance, a gated GELU; no biases otherwise.
+Root-mean-square norms, attention without scaling and with a learned bias per distance, a gated GELU; no further biases.
 Source: arXiv 1910.10683 and 2002.05202, as transformers' T5EncoderModel computes it.
 """
 
@@ -102,7 +102,8 @@ def t5_graph(config: Any, tokens: int, layout: WeightsLayout) -> GraphBuilder:
 def export_t5(model: Any, tokens: int, out: Path, facts: dict[str, Any], overwrite: bool = True) -> dict[str, Any]:
     """Writes the graph, its weights and what they are; the folder is complete or as it was.
 
-    Returns: the facts written beside the graph. Raises: ToprovarError as `t5_graph`, and if the folder cannot be replaced.
+    Returns: the facts written beside the graph.
+    Raises:  ToprovarError as `t5_graph`, and if the folder cannot be replaced.
     """
     thunks = t5_weights(model)
     layout = layout_weights({name: WeightSpec("F32", tuple(make().shape)) for name, make in thunks.items()})
