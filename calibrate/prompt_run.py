@@ -23,9 +23,9 @@ from toprovar.runtime.plan import CfgStop, dense_plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toprovar.exporter.infinity.generate import Generation
     from toprovar.exporter.infinity.tokenizer import BitTokenizer
     from toprovar.exporter.model import Model
+    from toprovar.exporter.planned.loop import Generation
     from toprovar.runtime.plan import Plan
 
 REPRESENTATIVE_SCALE = 5  # s = 6 counted from 1, where ToProVAR reads the layer score (section 5.3)
@@ -143,8 +143,8 @@ def measure_prompt(
 
 def _energy_tokens(model: Model, schedule: Schedule, bits: Sequence[Tensor]) -> list[list[int]]:
     """For scales 1 on: tokens that hold each of ENERGY_SHARES of the energy of the codes of the scale before."""
-    from toprovar.exporter.infinity.scores import code_energy
     from toprovar.exporter.infinity.tokenizer import latent_from_bits, unpatch_bits
+    from toprovar.exporter.planned.scores import code_energy
 
     found = []
     for k in range(1, len(schedule)):

@@ -39,8 +39,8 @@ from toprovar.runtime.version import VERSION
 
 if TYPE_CHECKING:
     from toprovar.exporter.graph_builder import GraphBuilder
-    from toprovar.exporter.infinity.graphs import StepOptions
     from toprovar.exporter.model import Model
+    from toprovar.exporter.planned.step import StepOptions
 
 PLAN_FILE = "plan.json"
 VOCABULARY_FILE = "vocabulary.json"
@@ -183,7 +183,7 @@ class BundleGraphs:
 
     def gates(self, route: Route) -> dict[int, str]:
         """{layer: output with its kept positions}."""
-        from toprovar.exporter.infinity.step import gate_outputs
+        from toprovar.exporter.planned.step import gate_outputs
 
         return gate_outputs(route, self.options.gate_whole_layers)
 

@@ -12,11 +12,17 @@ class CheckpointShapes:
     """The shapes of a file that should hold a transformer of some family.
 
     family: as messages name it, "Infinity"
-    file:   what to check where a tensor is missing
+    file:   what to check where a tensor is missing; instead: what may have been passed for it
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], family: str, file: str = "the transformer") -> None:
-        self.shapes, self.family, self.file = shapes, family, file
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        family: str,
+        file: str = "the transformer",
+        instead: str = "the tokenizer",
+    ) -> None:
+        self.shapes, self.family, self.file, self.instead = shapes, family, file, instead
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
@@ -27,7 +33,7 @@ class CheckpointShapes:
         if name not in self.shapes:
             raise ToprovarError(
                 f"{no_such}: tensor {name} is missing ({len(self.shapes)} tensors present)",
-                f"check that the file is {self.file} and not the tokenizer",
+                f"check that the file is {self.file} and not {self.instead}",
             )
         found = tuple(self.shapes[name])
         if len(found) != axes or 0 in found:

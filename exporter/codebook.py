@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from toprovar.exporter.checkpoints import check_finite
 from toprovar.exporter.families import expect_shapes
+from toprovar.exporter.weights_file import Thunks
 from toprovar.runtime.errors import ToprovarError
 
 RESIDUAL_SHARE = 0.5  # of the convolution in a smoothed map
@@ -108,3 +109,12 @@ def check_belong_together(vocabulary: int, code_channels: int, quantizer: Quanti
             f"{found[1]} channels; the transformer draws {expected[0]} of {expected[1]}",
             "pass the tokenizer that was published with this transformer",
         )
+
+
+def codebook_weights(quantizer: Quantizer) -> Thunks:
+    """What step graphs read of it."""
+    weights: Thunks = {"codebook": lambda: quantizer.embedding.weight}
+    for k, convolution in enumerate(quantizer.quant_resi.qresi_ls):
+        weights[f"smoothing.{k}"] = lambda c=convolution: c.weight  # type: ignore[misc]
+        weights[f"smoothing.{k}_bias"] = lambda c=convolution: c.bias  # type: ignore[misc]
+    return weights

@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toprovar.exporter.planned.loop import BlockOutput
+from toprovar.exporter.weights_file import Thunks
+from toprovar.plugins import entropy_attention
+
 MAX_LOG_SCALE = math.log(100.0)
 
 
@@ -31,11 +35,16 @@ class CosineAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(
-        self, x: Tensor, k_past: Tensor, v_past: Tensor, turn: Callable[[Tensor], Tensor] = lambda x: x
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [R, L, C]; k_past, v_past: [S, R, H, D]; turn: rotation of queries and keys [R, H, L, D].
+        self,
+        x: Tensor,
+        k_past: Tensor,
+        v_past: Tensor,
+        turn: Callable[[Tensor], Tensor] = lambda x: x,
+        want_entropy: bool = False,
+    ) -> BlockOutput:
+        """What attention adds, before the gate, with new keys and values [L, R, H, D] and entropy [R, L] in nats.
 
-        Returns: output, all keys, all values.
+        x: [R, L, C]; k_past, v_past: [S, R, H, D]; turn: rotation of queries and keys [R, H, L, D].
         """
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         qkv = F.linear(x, self.get_submodule(self.projection).weight, bias).unflatten(-1, (3, self.heads, -1))
@@ -44,9 +53,31 @@ class CosineAttention(nn.Module):
             factor = self.scale_mul_1H11.float().clamp(max=MAX_LOG_SCALE).exp()
             q, k = F.normalize(q, dim=-1, eps=1e-12) * factor, F.normalize(k, dim=-1, eps=1e-12)
         q, k = turn(q), turn(k)
-        keys = torch.cat([k_past, k.permute(2, 0, 1, 3)])  # [S + L, R, H, D]
-        values = torch.cat([v_past, v.permute(2, 0, 1, 3)])
-        o = F.scaled_dot_product_attention(
-            q, keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3), scale=1.0 if self.cosine else self.plain_scale
-        )
-        return self.proj(o.transpose(1, 2).flatten(-2)), keys, values
+        k_new, v_new = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)  # [L, R, H, D]
+        keys = torch.cat([k_past, k_new]).permute(1, 2, 0, 3)
+        values = torch.cat([v_past, v_new]).permute(1, 2, 0, 3)
+        scale, entropy = 1.0 if self.cosine else self.plain_scale, None
+        if want_entropy:
+            o, entropy = entropy_attention(q, keys, values, scale=scale, head_mean=True)
+        else:
+            o = F.scaled_dot_product_attention(q, keys, values, scale=scale)
+        return BlockOutput(self.proj(o.transpose(1, 2).flatten(-2)), k_new, v_new, entropy)
+
+
+def attention_weights(attention: CosineAttention, prefix: str) -> Thunks:
+    """What step graphs read of it: matrices [in, out], the packed bias in one piece, the factor exponentiated."""
+    packed = attention.get_submodule(attention.projection)
+
+    def bias() -> Tensor:
+        return torch.cat([attention.q_bias, torch.zeros_like(attention.q_bias), attention.v_bias])
+
+    weights: Thunks = {
+        f"{prefix}.qkv": lambda: packed.weight.T,
+        f"{prefix}.qkv_bias": bias,
+        f"{prefix}.proj": lambda: attention.proj.weight.T,
+        f"{prefix}.proj_bias": lambda: attention.proj.bias,
+    }
+    if attention.cosine:
+        factor = attention.scale_mul_1H11
+        weights[f"{prefix}.scale_mul"] = lambda: factor.float().clamp(max=MAX_LOG_SCALE).exp().view(-1, 1)
+    return weights

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from toprovar.exporter.demo.text_encoder import WordTextEncoder
     from toprovar.exporter.infinity.tokenizer import BitTokenizer
     from toprovar.exporter.infinity.transformer import Infinity
-    from toprovar.exporter.infinity.weights import Thunks
+    from toprovar.exporter.weights_file import Thunks
     from toprovar.runtime.embeddings import PromptEmbeddings
 
 PACKAGED = {"demo": Path(__file__).parent / "demo"}

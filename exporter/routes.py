@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from toprovar.runtime.decisions import SatsDecision
-from toprovar.runtime.plan import RESIDUALS, SUBLAYERS, Plan
+from toprovar.runtime.plan import RESIDUALS, Plan
 
 
 @dataclass(frozen=True)
@@ -100,4 +100,4 @@ def residual_names(plan: Plan, scale: int, layer: int, source: int | None = None
     if plan.restore.kind not in RESIDUALS:
         return []
     start = f"residual_{scale if source is None else source:02d}_{layer:02d}"
-    return [f"{start}_{part}" for part in SUBLAYERS] if plan.score.granularity == "sublayer" else [start]
+    return [f"{start}_{part}" for part in plan.backbone.sublayers] if plan.score.granularity == "sublayer" else [start]

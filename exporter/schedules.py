@@ -5,6 +5,8 @@ Source: FoundationVision/Infinity, infinity/utils/dynamic_resolution.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from toprovar.runtime.errors import ToprovarError
 
 Schedule = tuple[tuple[int, int], ...]
@@ -68,6 +70,11 @@ def parent_schedule(schedule: Schedule) -> Schedule:
             if template[: len(schedule)] == schedule and len(schedule) >= 3:
                 return template
     return schedule
+
+
+def square(sides: Sequence[int]) -> Schedule:
+    """Square maps of these sides."""
+    return tuple((side, side) for side in sides)
 
 
 def token_counts(schedule: Schedule) -> list[int]:

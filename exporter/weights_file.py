@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from toprovar.runtime.errors import ToprovarError
 
 WEIGHTS_FILE = "weights.safetensors"
 ALIGNMENT = 64
+Thunks = dict[str, Callable[[], Any]]  # names and lazily computed tensors
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1}
 
 

@@ -17,8 +17,14 @@ UNLIMITED = 1e4  # a logit no bit reaches: nothing is cut off
 
 
 class Guidance(BaseModel):
-    """cfg, tau: one value per scale; top_p: 0 switches the cut off; insertion: 0 = logits, -j = output of layer
-    depth-j."""
+    """How rows are mixed and tokens drawn.
+
+    cfg, tau:  one value per scale
+    top_p:     0 switches the cut off
+    insertion: 0 = logits, -j = output of layer depth-j
+    top_k:     candidates per scale of families that draw from a codebook; 0, or no list, keeps all
+    smooth:    those families feed on means of codes instead of single codes
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -26,6 +32,8 @@ class Guidance(BaseModel):
     tau: tuple[Annotated[float, Field(gt=0, le=1000)], ...]
     top_p: Annotated[float, Field(ge=0, le=1)] = 0.97
     insertion: tuple[Annotated[int, Field(le=0)], ...] = (0,)
+    top_k: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...] = ()
+    smooth: bool = False
 
     @property
     def uses_unconditional_row(self) -> bool:
@@ -38,6 +46,10 @@ class Guidance(BaseModel):
     def mixed_layers(self, depth: int) -> frozenset[int]:
         """Layers whose outputs are mixed."""
         return frozenset(depth + j for j in self.insertion if j < 0)
+
+    def candidates(self, scale: int) -> int:
+        """top_k of a scale; 0 keeps all."""
+        return self.top_k[scale] if self.top_k else 0
 
     @property
     def bit_limit(self) -> float:

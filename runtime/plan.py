@@ -40,6 +40,11 @@ class Backbone(Part):
     bits: Side
     weights_sha256: str = ""
 
+    @property
+    def sublayers(self) -> tuple[str, ...]:
+        """Parts of a block that can choose their own tokens, in order."""
+        return SUBLAYERS if self.family == "infinity" else ("attention", "ffn")
+
 
 class Score(Part):
     """What ranks tokens, on the conditional row.

@@ -88,7 +88,7 @@ def tiny():
 def tiny_bundle(tiny, tmp_path_factory):
     """A bundle of the tiny model, dense and planned. Copy it before damaging it."""
     from toprovar.exporter.bundle_writer import export_bundle
-    from toprovar.exporter.infinity.graphs import StepOptions
+    from toprovar.exporter.planned.step import StepOptions
 
     folder = tmp_path_factory.mktemp("bundle") / "tiny"
     export_bundle(tiny, folder, GUIDANCE, StepOptions(text_tokens=12), pruning_plan(tiny))

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from toprovar.exporter.infinity.generate import Generation, generate
+from toprovar.exporter.infinity.generate import generate
+from toprovar.exporter.planned.loop import Generation
 from toprovar.exporter.prompts import encode_prompt
 from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import open_bundle

@@ -8,7 +8,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = ["plugins", "runtime", "exporter", "calibrate", "tools"]  # bottom up
-HEAVY = {"torch", "onnx", "onnx_ir", "onnxruntime", "skimage", "matplotlib", "jinja2", "triton", "tensorrt", "cuda"}
+HEAVY = {
+    "torch",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "skimage",
+    "matplotlib",
+    "jinja2",
+    "triton",
+    "tensorrt",
+    "cuda",
+    "av",
+}
 
 
 def sources():

@@ -19,8 +19,8 @@ from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.statistics import read_prompts
 from toprovar.exporter.bundle_writer import export_bundle
 from toprovar.exporter.infinity.generate import generate
-from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.model import Model, load_model
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.exporter.prompts import encode_prompt
 from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import Bundle, open_bundle

@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, export_graphs
-from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.model import load_model, published_without_weights
 from toprovar.exporter.output_folder import check_out
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.manifest import GRAPHS_FILE, MANIFEST_FILE

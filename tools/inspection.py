@@ -47,6 +47,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     from toprovar.exporter.hart.config import config_from_shapes as hart_config_from_shapes
     from toprovar.exporter.infinity.config import config_from_shapes
     from toprovar.exporter.infinity.tokenizer import tokenizer_config_from_shapes
+    from toprovar.exporter.infinitystar.config import config_from_shapes as star_config_from_shapes
     from toprovar.exporter.var.config import config_from_shapes as var_config_from_shapes
 
     checkpoint = open_checkpoint(path)
@@ -68,6 +69,9 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     elif family is Family.HART:
         hart = hart_config_from_shapes(checkpoint.shapes)
         facts["config"] = {name: getattr(hart, name) for name in hart.__dataclass_fields__}
+    elif family is Family.INFINITYSTAR:
+        star = star_config_from_shapes(checkpoint.shapes)
+        facts["config"] = {name: getattr(star, name) for name in star.__dataclass_fields__}
     elif family is Family.VAR:
         var = var_config_from_shapes(checkpoint.shapes)
         facts["config"] = {name: getattr(var, name) for name in var.__dataclass_fields__}

@@ -34,6 +34,7 @@ BACKENDS = ("torch", "onnxruntime")
 # Families with a module of their own: `compare(file, runs, backends, report)` there; backends is None for all it has.
 FAMILY_MODULES = {
     Family.HART: "toprovar.tools.parity_hart",
+    Family.INFINITYSTAR: "toprovar.tools.parity_infinitystar",
     Family.VAR: "toprovar.tools.parity_var",
 }
 

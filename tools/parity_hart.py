@@ -229,7 +229,8 @@ def observe_torch(model: Hart, quantizer: Quantizer, run: HartRun) -> Arrays:
     """The PyTorch loop, teacher-forced; what it computed under the names of the parity files."""
     import torch
 
-    from toprovar.exporter.hart.generate import Sampling, generate
+    from toprovar.exporter.hart.generate import generate, guidance_of
+    from toprovar.exporter.planned.loop import LoopOptions
 
     wanted = {array.rpartition("/")[0] if array[-1].isdigit() else array for array in run.recorded}
     seen: Arrays = {}
@@ -246,20 +247,21 @@ def observe_torch(model: Hart, quantizer: Quantizer, run: HartRun) -> Arrays:
 
     with torch.inference_mode():
         prompt = model.prompt(*(torch.from_numpy(array) for array in (run.text, run.mask, run.positions)))
-    sampling = Sampling(run.cfg, top_p=run.top_p, residual=run.start is not None)
+    guidance = guidance_of(len(run.sides), run.cfg, top_p=run.top_p)
     done = generate(
         model,
         quantizer,
         prompt,
         run.sides,
-        sampling,
+        guidance,
         noise=_RecordedNoise(run),
         forced_indices=[torch.from_numpy(array) for array in run.indices],
         forced_maps={scale: torch.from_numpy(array) for scale, array in run.maps.items()},
-        observe=observe,
+        options=LoopOptions(scales=len(run.indices), observe=observe),
+        residual=run.start is not None,
     )
-    seen["f_hat"] = done.latent.numpy()
-    seen["diff/cfg"] = np.float64(sampling.guidance(len(run.sides) - 1, len(run.sides))).reshape(())
+    seen["f_hat"] = done.codes.numpy()
+    seen["diff/cfg"] = np.float64(guidance.cfg[-1] - 1).reshape(())
     return seen
 
 

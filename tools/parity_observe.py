@@ -65,8 +65,8 @@ def observe_torch(model: Infinity, run: RecordedRun) -> Arrays:
 def observe_onnxruntime(model: Infinity, run: RecordedRun) -> Arrays:
     """The exported graphs, step by step; the bits are forced through the noise input."""
     from toprovar.exporter.bundle_writer import export_bundle
-    from toprovar.exporter.infinity.graphs import StepOptions
     from toprovar.exporter.model import Model, ModelFile
+    from toprovar.exporter.planned.step import StepOptions
     from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
     from toprovar.runtime.bundle import open_bundle
 

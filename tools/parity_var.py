@@ -164,7 +164,8 @@ def observe_torch(model: Var, quantizer: Quantizer, run: VarRun) -> Arrays:
     """The PyTorch loop, teacher-forced; what it computed under the names of the parity files."""
     import torch
 
-    from toprovar.exporter.var.generate import Sampling, generate
+    from toprovar.exporter.planned.loop import LoopOptions
+    from toprovar.exporter.var.generate import generate, guidance_of
 
     seen: Arrays = {}
 
@@ -183,12 +184,12 @@ def observe_torch(model: Var, quantizer: Quantizer, run: VarRun) -> Arrays:
         quantizer,
         prompt,
         run.sides,
-        Sampling(run.cfg),
+        guidance_of(len(run.sides), run.cfg),
         forced_indices=[torch.from_numpy(array) for array in run.indices],
         forced_maps={scale: torch.from_numpy(array) for scale, array in run.maps.items()},
-        observe=observe,
+        options=LoopOptions(scales=len(run.indices), observe=observe),
     )
-    seen["f_hat"] = done.latent.numpy()
+    seen["f_hat"] = done.codes.numpy()
     return seen
 
 

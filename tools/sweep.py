@@ -52,7 +52,8 @@ from toprovar.tools.evaluation.intervals import RESAMPLES, bootstrap_interval
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toprovar.exporter.infinity.generate import Observer, Rank
+    from toprovar.exporter.planned.loop import Observer
+    from toprovar.exporter.planned.scores import Rank
 
 SCHEMA_VERSION = 1
 FURTHER_PROMPTS = 8  # the last ones of calibrate/prompts.txt; a calibration with a limit takes the first ones
@@ -243,7 +244,7 @@ def ranking(kind: Ranking, seed: int) -> tuple[Rank, Observer]:
     """
     import torch
 
-    from toprovar.exporter.infinity.generate import lowest_scores
+    from toprovar.exporter.planned.scores import lowest_scores
 
     generator = torch.Generator().manual_seed(seed)
     scale_now = 0

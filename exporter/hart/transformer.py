@@ -17,6 +17,7 @@ from toprovar.exporter.cosine_attention import CosineAttention
 from toprovar.exporter.hart.config import HartConfig
 from toprovar.exporter.hart.residual import ResidualHead, SinusoidEmbedding
 from toprovar.exporter.hart.rope import rotate
+from toprovar.exporter.planned.loop import BlockOutput
 
 
 @dataclass
@@ -43,6 +44,10 @@ class Prompt:
     @property
     def rows(self) -> int:
         return self.embedded.shape[0]
+
+    def take(self, rows: Tensor) -> Prompt:
+        """Some rows, in the order of `rows` [R'] int64; the caller knows whether unconditional ones are among them."""
+        return Prompt(self.embedded[rows], self.modulation[rows], self.head[rows], self.positions[rows], self.guided)
 
     @property
     def last_position(self) -> Tensor:
@@ -81,16 +86,29 @@ class Block(nn.Module):
         self.attn = CosineAttention(config.width, config.heads, config.cosine, "qkv_proj")
         self.ffn = FeedForward(config)
 
-    def forward(
-        self, x: Tensor, modulation: Tensor, angles: Tensor, k_past: Tensor, v_past: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [R, L, C]; modulation: [R, 1, C]; angles: [R, L, D]. Returns: x, all keys, all values [S + L, R, H, D]."""
-        pack = self.scale_shift_table + modulation  # [R, 6, C]
-        gamma1, gamma2, scale1, scale2, shift1, shift2 = (part[:, None] for part in pack.unbind(1))
+    def _modulation(self, modulation: Tensor) -> tuple[Tensor, ...]:
+        """gamma1, gamma2, scale1, scale2, shift1, shift2, each [R, 1, C]. modulation: [R, 1, C]."""
+        return tuple(part[:, None] for part in (self.scale_shift_table + modulation).unbind(1))
+
+    def self_attention(
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        angles: Tensor,
+        k_past: Tensor,
+        v_past: Tensor,
+        want_entropy: bool = False,
+    ) -> BlockOutput:
+        """What attention adds to x, [R, L, C]. angles: [R, L, D]; k_past, v_past: [S, R, H, D]."""
+        gamma1, _, scale1, _, shift1, _ = self._modulation(modulation)
         y = self.ln_wo_grad(x) * (1 + scale1) + shift1
-        o, keys, values = self.attn(y, k_past, v_past, lambda heads: rotate(heads, angles))
-        x = x + o * gamma1
-        return x + self.ffn(self.ln_wo_grad(x) * (1 + scale2) + shift2) * gamma2, keys, values
+        out = self.attn(y, k_past, v_past, lambda heads: rotate(heads, angles), want_entropy)
+        return BlockOutput(out.x * gamma1, out.k, out.v, out.entropy_nats)
+
+    def feed_forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        """What the feed-forward layer adds to x."""
+        _, gamma2, _, scale2, _, shift2 = self._modulation(modulation)
+        return self.ffn(self.ln_wo_grad(x) * (1 + scale2) + shift2) * gamma2
 
 
 class HeadNorm(nn.Module):
@@ -142,14 +160,9 @@ class Hart(nn.Module):
         """Input of an image scale. codes: [B, d, n, n] accumulated map at the scale's size -> [B, n*n, C]."""
         return self.word_embed(codes.flatten(2).transpose(1, 2)) + self.level(scale)
 
-    def empty_cache(self, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer keys and values [0, R, H, D]."""
-        empty = self.word_embed.weight.new_zeros(0, rows, self.config.heads, self.config.head_width)
-        return [(empty, empty) for _ in self.blocks]
-
-    def logits(self, x: Tensor, prompt: Prompt) -> Tensor:
+    def logits(self, x: Tensor, prompt: Prompt, rows: int | None = None) -> Tensor:
         """x: [R, L, C] behind the last block -> [R, L, V]."""
-        scale, shift = prompt.head.chunk(2, dim=-1)
+        scale, shift = prompt.head[:rows].chunk(2, dim=-1)
         return self.head(self.head_nm.ln_wo_grad(x) * (1 + scale) + shift)
 
     def residual_condition(self, x: Tensor, embeddings: Tensor) -> Tensor:

@@ -8,13 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from toprovar.exporter.codebook import Quantizer
-from toprovar.exporter.cosine_attention import MAX_LOG_SCALE, CosineAttention
+from toprovar.exporter.codebook import Quantizer, codebook_weights
+from toprovar.exporter.cosine_attention import attention_weights
 from toprovar.exporter.hart.residual import STEPS, diffusion_tables
 from toprovar.exporter.hart.transformer import Hart
-from toprovar.exporter.weights_file import WeightsLayout, WeightSpec, layout_weights
-
-Thunks = dict[str, Callable[[], Tensor]]
+from toprovar.exporter.weights_file import Thunks
 
 
 def hart_weights(model: Hart, quantizer: Quantizer, scales: int, steps: int = STEPS) -> Thunks:
@@ -22,7 +20,7 @@ def hart_weights(model: Hart, quantizer: Quantizer, scales: int, steps: int = ST
 
     steps: reverse steps of the residual head
     """
-    weights: Thunks = {}
+    weights: Thunks = codebook_weights(quantizer)
 
     def linear(name: str, layer: nn.Module) -> None:
         assert isinstance(layer, nn.Linear)
@@ -49,11 +47,7 @@ def hart_weights(model: Hart, quantizer: Quantizer, scales: int, steps: int = ST
         p = f"layers.{i}"
         vector(f"{p}.ada_pack", lambda b=block: b.scale_shift_table[:, None])  # type: ignore[misc]
         vector(f"{p}.norm", lambda b=block: b.ln_wo_grad.weight)  # type: ignore[misc]
-        linear(f"{p}.qkv", block.attn.qkv_proj)
-        vector(f"{p}.qkv_bias", lambda a=block.attn: _packed_bias(a))  # type: ignore[misc]
-        if model.config.cosine:
-            vector(f"{p}.scale_mul", lambda a=block.attn: _factor(a))  # type: ignore[misc]
-        linear(f"{p}.proj", block.attn.proj)
+        weights.update(attention_weights(block.attn, p))
         linear(f"{p}.gate", block.ffn.gate_proj)
         linear(f"{p}.up", block.ffn.up_proj)
         linear(f"{p}.down", block.ffn.down_proj)
@@ -71,22 +65,4 @@ def hart_weights(model: Hart, quantizer: Quantizer, scales: int, steps: int = ST
         linear(f"{p}.ada", block.adaLN_modulation[1])
     linear("residual.ada", net.final_layer.adaLN_modulation[1])
     linear("residual.output", net.final_layer.linear)
-    vector("codebook", lambda: quantizer.embedding.weight)
-    for k, convolution in enumerate(quantizer.quant_resi.qresi_ls):
-        vector(f"smoothing.{k}", lambda c=convolution: c.weight)  # type: ignore[misc]
-        vector(f"smoothing.{k}_bias", lambda c=convolution: c.bias)  # type: ignore[misc]
     return weights
-
-
-def _packed_bias(attention: CosineAttention) -> Tensor:
-    return torch.cat([attention.q_bias, torch.zeros_like(attention.q_bias), attention.v_bias])
-
-
-def _factor(attention: CosineAttention) -> Tensor:
-    return attention.scale_mul_1H11.float().clamp(max=MAX_LOG_SCALE).exp().view(-1, 1)
-
-
-@torch.inference_mode()
-def weights_layout(weights: Thunks) -> WeightsLayout:
-    """Where every tensor lies in the weights file, fp32."""
-    return layout_weights({name: WeightSpec("F32", tuple(make().shape)) for name, make in weights.items()})

@@ -1,58 +1,22 @@
-"""Infinity as ONNX graphs: how steps are built, the prompt's graph and the decoder's; step.py writes the steps.
+"""Infinity as ONNX graphs: the prompt's graph and the decoder's; step.py writes the steps.
 
 The arithmetic is that of transformer.py and tokenizer.py; inputs and outputs are described in docs/bundle.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 
+from toprovar.exporter.autoencoder_graph import decoded
 from toprovar.exporter.graph_builder import GraphBuilder
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.infinity.tokenizer import TokenizerConfig
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.exporter.resize_matrices import resize_pair
 from toprovar.exporter.weights_file import WeightsLayout
-from toprovar.runtime.guidance import Guidance
 
 DTYPE_NAME = {ir.DataType.FLOAT: "F32", ir.DataType.FLOAT16: "F16", ir.DataType.BFLOAT16: "BF16"}
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """How step graphs are built.
-
-    rows:              2 with guidance (conditional, unconditional), 1 without
-    text_tokens:       T, the length prompts are padded to
-    compute:           fp32, fp16 or bf16
-    mixes_logits:      guidance on logits
-    mixed_layers:      layers whose outputs are mixed (guidance inside layers)
-    watched:           names of intermediate values to add as outputs, as in the parity files ("block0", "raw", ...)
-    gate_whole_layers: also sends gated layers that keep every token through gather and scatter (a test of that path)
-    """
-
-    rows: int = 2
-    text_tokens: int = 64
-    compute: str = "fp32"
-    mixes_logits: bool = True
-    mixed_layers: frozenset[int] = frozenset()
-    watched: Collection[str] = ()
-    gate_whole_layers: bool = False
-    images: int = 1
-
-    @classmethod
-    def for_guidance(cls, guidance: Guidance, depth: int, text_tokens: int, compute: str = "fp32") -> StepOptions:
-        """Options of a bundle that runs with this guidance: rows, and where they are mixed."""
-        return cls(
-            rows=2 if guidance.uses_unconditional_row else 1,
-            text_tokens=text_tokens,
-            compute=compute,
-            mixes_logits=guidance.mixes_logits,
-            mixed_layers=guidance.mixed_layers(depth),
-        )
 
 
 def prompt_graph(config: InfinityConfig, layout: WeightsLayout, options: StepOptions) -> GraphBuilder:
@@ -109,45 +73,8 @@ def decoder_graph(
     z = g.input("codes", (images, config.channels, *size))
     if resized is not None:
         z, size = g.resize(z, *resize_pair("bilinear", size, resized)), resized
-    height, width = size
-
-    def conv(x: ir.Value, name: str, kernel: int = 3) -> ir.Value:
-        pad = kernel // 2
-        return g.Conv(
-            x,
-            g.weight(f"{name}.conv.weight"),
-            g.weight(f"{name}.conv.bias"),
-            kernel_shape=[kernel, kernel],
-            pads=[pad] * 4,
-        )
-
-    def norm_swish(x: ir.Value, name: str, channels: int, h: int, w: int) -> ir.Value:
-        ones, zeros = np.ones(32, np.float32), np.zeros(32, np.float32)
-        y = g.InstanceNormalization(g.reshape(x, (images, 32, -1)), ones, zeros, epsilon=1e-6)
-        y = g.reshape(y, (images, channels, h, w))
-        y = g.Add(g.Mul(y, g.weight(f"{name}.norm.weight")), g.weight(f"{name}.norm.bias"))
-        return g.Mul(y, g.Sigmoid(y))
-
-    def res_block(x: ir.Value, name: str, inputs: int, outputs: int, h: int, w: int) -> ir.Value:
-        y = conv(norm_swish(x, f"{name}.norm1", inputs, h, w), f"{name}.conv1")
-        y = conv(norm_swish(y, f"{name}.norm2", outputs, h, w), f"{name}.conv2")
-        return g.Add(y, x if inputs == outputs else conv(x, f"{name}.nin_shortcut", 1))
-
-    top = config.widths[-1]
-    x = conv(z, "decoder.conv_in")
-    for block in ("block_1", "block_2"):
-        x = res_block(x, f"decoder.mid.{block}", top, top, height, width)
-    current = top
-    for level in reversed(range(len(config.widths))):
-        for j in range(config.res_blocks + 1):
-            x = res_block(x, f"decoder.up.{level}.block.{j}", current, config.widths[level], height, width)
-            current = config.widths[level]
-        if level > 0:
-            x = g.reshape(x, (images, current, height, 1, width, 1))
-            x = g.Expand(x, [images, current, height, 2, width, 2])
-            height, width = 2 * height, 2 * width
-            x = conv(g.reshape(x, (images, current, height, width)), f"decoder.up.{level}.upsample.conv")
-    x = conv(norm_swish(x, "decoder.norm_out", current, height, width), "decoder.conv_out")
+    x = decoded(g, z, config.shape, size, images)
+    height, width = size[0] * config.stride, size[1] * config.stride
     if config.rgb_shortcut:
         colour = g.Conv(z, g.weight("rgb_shortcut.decode.weight"), kernel_shape=[1, 1])
         x = g.Add(x, g.resize(colour, *resize_pair("bilinear", size, (height, width))))

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toprovar.exporter.autoencoder import AutoencoderShape, Decoder, Encoder, autoencoder_from_shapes
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import ToprovarError
-
-NORM_GROUPS = 32
 
 
 @dataclass(frozen=True)
@@ -32,160 +31,34 @@ class TokenizerConfig:
     encoder: bool = True
 
     @property
+    def shape(self) -> AutoencoderShape:
+        return AutoencoderShape(self.channels, self.widths, self.res_blocks)
+
+    @property
     def stride(self) -> int:
         """Pixels per latent cell along one axis."""
-        return 2 ** (len(self.widths) - 1)
+        return self.shape.stride
 
 
 def tokenizer_config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> TokenizerConfig:
     """Reads the sizes off canonical names (`decoder.conv_in.conv.weight` and so on).
 
-    Raises: ToprovarError naming the missing key.
+    Raises: ToprovarError naming the missing key, or an attention layer, which no bit tokenizer has.
     """
-    if "decoder.conv_in.conv.weight" not in shapes:
-        raise ToprovarError(
-            f"not a bit tokenizer: tensor decoder.conv_in.conv.weight is missing ({len(shapes)} tensors present)"
-        )
-
-    def count(start: str) -> int:
-        return len({n[len(start) :].split(".")[0] for n in shapes if n.startswith(start)})
-
-    def kernel(name: str) -> tuple[int, ...]:
-        shape = tuple(shapes.get(name, ()))
-        if len(shape) != 4 or 0 in shape:
+    shape = autoencoder_from_shapes(shapes, "a bit tokenizer")
+    for name in shapes:
+        if name.startswith("decoder.") and "attn" in name:
             raise ToprovarError(
-                f"not a bit tokenizer: tensor {name} {f'has shape {list(shape)}' if name in shapes else 'is missing'}; "
-                "expected the 4 axes of a convolution",
-                "pass the whole checkpoint of the tokenizer",
+                f"not a bit tokenizer: found tensor {name}; expected a decoder without attention",
+                "the checkpoint belongs to another kind of tokenizer",
             )
-        return shape
-
-    channels = kernel("decoder.conv_in.conv.weight")[1]
-    levels = count("decoder.up.")
-    blocks = count("decoder.up.0.block.")
-    widths = tuple(kernel(f"decoder.up.{i}.block.0.conv1.conv.weight")[0] for i in range(levels))
-    if not widths or any(width % NORM_GROUPS for width in widths):
-        raise ToprovarError(
-            f"not a bit tokenizer: its levels are {list(widths)} wide; expected multiples of {NORM_GROUPS}",
-            "the checkpoint belongs to another model, or was changed",
-        )
     return TokenizerConfig(
-        channels=channels,
-        widths=widths,
-        res_blocks=blocks - 1,
+        channels=shape.channels,
+        widths=shape.widths,
+        res_blocks=shape.res_blocks,
         rgb_shortcut="rgb_shortcut.decode.weight" in shapes,
         encoder="encoder.conv_in.conv.weight" in shapes,
     )
-
-
-class _Conv(nn.Module):
-    """A convolution under the inner name `.conv` of published files."""
-
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2 if stride == 1 else 0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)
-
-
-class _Norm(nn.Module):
-    """Group norm under the inner name `.norm`; statistics in fp32."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(NORM_GROUPS, width, eps=1e-6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
-
-
-class _ResBlock(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.norm1, self.conv1 = _Norm(inputs), _Conv(inputs, outputs, 3)
-        self.norm2, self.conv2 = _Norm(outputs), _Conv(outputs, outputs, 3)
-        if inputs != outputs:
-            self.nin_shortcut = _Conv(inputs, outputs, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv1(F.silu(self.norm1(x)))
-        h = self.conv2(F.silu(self.norm2(h)))
-        return h + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
-
-
-class _Middle(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.block_1, self.block_2 = _ResBlock(width, width), _ResBlock(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.block_1(x))
-
-
-class _Resample(nn.Module):
-    def __init__(self, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv = _Conv(width, width, 3, stride)
-
-
-class _Level(nn.Module):
-    def __init__(self, inputs: int, outputs: int, blocks: int) -> None:
-        super().__init__()
-        self.block = nn.ModuleList(_ResBlock(inputs if j == 0 else outputs, outputs) for j in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.block:
-            x = block(x)
-        return x
-
-
-class _Encoder(nn.Module):
-    def __init__(self, config: TokenizerConfig) -> None:
-        super().__init__()
-        widths = config.widths
-        self.conv_in = _Conv(3, widths[0], 3)
-        self.down = nn.ModuleList()
-        for i, width in enumerate(widths):
-            level = _Level(widths[max(i - 1, 0)], width, config.res_blocks)
-            if i < len(widths) - 1:
-                level.downsample = _Resample(width, 2)
-            self.down.append(level)
-        self.mid = _Middle(widths[-1])
-        self.norm_out = _Norm(widths[-1])
-        self.conv_out = _Conv(widths[-1], config.channels, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for level in self.down:
-            x = level(x)
-            if hasattr(level, "downsample"):
-                x = level.downsample.conv(F.pad(x, (0, 1, 0, 1)))
-        return self.conv_out(F.silu(self.norm_out(self.mid(x))))
-
-
-class _Decoder(nn.Module):
-    def __init__(self, config: TokenizerConfig) -> None:
-        super().__init__()
-        widths = config.widths
-        self.conv_in = _Conv(config.channels, widths[-1], 3)
-        self.mid = _Middle(widths[-1])
-        self.up = nn.ModuleList()
-        for i, width in enumerate(widths):
-            level = _Level(widths[min(i + 1, len(widths) - 1)], width, config.res_blocks + 1)
-            if i > 0:
-                level.upsample = _Resample(width, 1)
-            self.up.append(level)
-        self.norm_out = _Norm(widths[0])
-        self.conv_out = _Conv(widths[0], 3, 3)
-
-    def forward(self, z: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(z))
-        for level in reversed(self.up):
-            x = level(x)
-            if hasattr(level, "upsample"):
-                x = level.upsample.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
-        return self.conv_out(F.silu(self.norm_out(x)))
 
 
 class _RgbShortcut(nn.Module):
@@ -201,9 +74,9 @@ class BitTokenizer(nn.Module):
     def __init__(self, config: TokenizerConfig) -> None:
         super().__init__()
         self.config = config
-        self.decoder = _Decoder(config)
+        self.decoder = Decoder(config.shape)
         if config.encoder:
-            self.encoder = _Encoder(config)
+            self.encoder = Encoder(config.shape)
         if config.rgb_shortcut:
             self.rgb_shortcut = _RgbShortcut(config.channels)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.infinity.rope import rope_table
+from toprovar.exporter.planned.loop import BlockOutput
 from toprovar.exporter.schedules import Schedule, token_counts
 from toprovar.plugins import entropy_attention
 from toprovar.plugins.attention.oracle import attention
@@ -55,16 +56,6 @@ class Prompt:
             [(k[rows], v[rows]) for k, v in self.cross],
             self.mask[rows],
         )
-
-
-@dataclass
-class BlockOutput:
-    """x [R, L, C]; new keys and values [L, R, H, D]; entropy [R, L] in nats over heads' mean, if asked for."""
-
-    x: Tensor
-    k: Tensor
-    v: Tensor
-    entropy_nats: Tensor | None
 
 
 def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

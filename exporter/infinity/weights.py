@@ -7,17 +7,15 @@ learned attention factor is exponentiated; the AdaLN packs carry the "1 +" of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from toprovar.exporter.autoencoder_graph import decoder_tensors
 from toprovar.exporter.infinity.rope import rope_table
 from toprovar.exporter.infinity.tokenizer import BitTokenizer
 from toprovar.exporter.infinity.transformer import MAX_LOG_SCALE, Block, Infinity
 from toprovar.exporter.schedules import Schedule
-
-Thunks = dict[str, Callable[[], Tensor]]
+from toprovar.exporter.weights_file import Thunks
 
 # Kept in fp32 whatever the compute type: norms, modulation, embeddings, head, positions.
 ALWAYS_FP32 = ("rope_", "ada_", "scale_mul", "norm", "head", "word_embed", "pos_start", "lvl_", "cfg_uncond", "pool_")
@@ -113,11 +111,9 @@ def transformer_weights(model: Infinity, schedule: Schedule) -> Thunks:
 
 def decoder_weights(tokenizer: BitTokenizer) -> Thunks:
     """The decoder's tensors under their own names; the 1-D norms as [C, 1, 1]."""
-    weights: Thunks = {}
-    for name, tensor in tokenizer.state_dict().items():
-        if name.startswith("decoder.") or name == "rgb_shortcut.decode.weight":
-            is_norm = ".norm" in name
-            weights[name] = lambda t=tensor, n=is_norm: t.view(-1, 1, 1) if n else t  # type: ignore[misc]
+    weights = decoder_tensors(tokenizer.state_dict())
+    if tokenizer.config.rgb_shortcut:
+        weights["rgb_shortcut.decode.weight"] = lambda: tokenizer.rgb_shortcut.decode.weight
     return weights
 
 

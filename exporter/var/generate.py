@@ -1,53 +1,42 @@
-"""VAR's generation loop in PyTorch: one pass per map.
+"""VAR's generation loop in PyTorch: what its maps, blocks and indices are; plans are run by planned/loop.py.
 
 Source: FoundationVision/VAR, models/var.py, autoregressive_infer_cfg.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from toprovar.exporter.codebook import Quantizer, resize_down
-from toprovar.exporter.index_sampling import IndexNoise, draw_indices, mask_unlikely, soft_embeddings
+from toprovar.exporter.codebook import Quantizer
+from toprovar.exporter.index_sampling import IndexNoise
+from toprovar.exporter.planned.images import Images
+from toprovar.exporter.planned.index_loop import IndexLoop
+from toprovar.exporter.planned.loop import BlockOutput, Generation, LoopOptions
+from toprovar.exporter.schedules import square
 from toprovar.exporter.var.transformer import Prompt, Var
 from toprovar.runtime.errors import ToprovarError
+from toprovar.runtime.guidance import Guidance
 
-Observer = Callable[[str, int, Tensor], None]
 
+def guidance_of(scales: int, cfg: float = 4.0, top_k: int = 900, top_p: float = 0.95, smooth: bool = False) -> Guidance:
+    """Guidance and sampling of every scale; the defaults are the published demo's.
 
-@dataclass(frozen=True)
-class Sampling:
-    """How indices are drawn; the defaults are the published demo's.
-
-    cfg:    guidance of the last scale, growing from 0 at the first; 0 needs no rows of the null class
+    cfg:    t of the last scale, growing from 0 at the first; logits are (1+t)*conditional - t*unconditional.
+            0 needs no rows of the null class
     top_k:  candidates; 0 keeps all
     top_p:  probability that stays; 0 keeps all
     smooth: feeds on means of codes instead of single codes
     """
-
-    cfg: float = 4.0
-    top_k: int = 900
-    top_p: float = 0.95
-    smooth: bool = False
-
-    def guidance(self, scale: int, scales: int) -> float:
-        return self.cfg * scale / (scales - 1)
-
-
-@dataclass
-class Generation:
-    """latent: [B, d, H, H], what the tokenizer's decoder takes; indices: per scale [B, n*n] int64."""
-
-    latent: Tensor
-    indices: list[Tensor] = field(default_factory=list)
-
-
-def _unobserved(name: str, scale: int, tensor: Tensor) -> None:
-    pass
+    return Guidance(
+        cfg=tuple(1 + cfg * scale / (scales - 1) for scale in range(scales)),
+        tau=(1.0,) * scales,
+        top_p=top_p,
+        top_k=(top_k,) * scales,
+        smooth=smooth,
+    )
 
 
 def check_sides(model: Var, sides: Sequence[int], what: str = "schedule") -> None:
@@ -67,68 +56,77 @@ def generate(
     quantizer: Quantizer,
     prompt: Prompt,
     sides: Sequence[int],
-    sampling: Sampling,
+    guidance: Guidance,
     noise: IndexNoise | None = None,
     forced_indices: Sequence[Tensor] | None = None,
     forced_maps: Mapping[int, Tensor] | None = None,
-    observe: Observer = _unobserved,
+    options: LoopOptions = LoopOptions(),
 ) -> Generation:
-    """Draws the latents of a batch of classes.
+    """Draws the codes of a batch of classes.
 
     prompt:         2B rows with those of the null class, else B
     sides:          of the square token maps; the first is 1
     noise:          may be None where indices are forced and no smoothing runs
-    forced_indices: indices to use instead of drawn ones, per scale [B, n*n]; fewer than `sides` stop early
-    forced_maps:    {scale: [B, d, n, n]} inputs of scales to use instead of the resized latent
-    observe:        called with (name, scale, tensor) for intermediate values, names as in the parity files
+    forced_indices: indices to use instead of drawn ones, per scale [B, n*n]
+    forced_maps:    {scale: [B, d, n, n]} inputs of scales to use instead of the resized codes
     Raises:         ToprovarError if the sides, the guidance or the noise do not fit.
     """
     check_sides(model, sides)
-    if sampling.cfg != 0 and not prompt.guided:
+    if guidance.uses_unconditional_row and not prompt.guided:
         raise ToprovarError(
-            f"guidance {sampling.cfg} needs rows of the null class; the prompt has none",
+            f"guidance {max(guidance.cfg):g} needs rows of the null class; the prompt has none",
             "make the prompt with guided=True",
         )
-    if noise is None and (forced_indices is None or sampling.smooth):
-        raise ToprovarError("this run draws something and was given no noise", "pass noise, or force the indices")
-    B, scales, codebook = prompt.images, len(sides), quantizer.embedding.weight
-    latent = codebook.new_zeros(B, quantizer.channels, sides[-1], sides[-1])
-    out = Generation(latent)
-    cache = model.empty_cache(prompt.rows)
-    first = 0
-    for scale in range(len(forced_indices) if forced_indices is not None else scales):
-        side, t = sides[scale], sampling.guidance(scale, scales)
-        if scale == 0:
-            x = model.first_token(prompt)
-        else:
-            resized = (forced_maps or {}).get(scale, resize_down(latent, side))
-            observe("next", scale, resized)
-            x = model.embed_codes(resized, scale, first).repeat(prompt.rows // B, 1, 1)
-        first += side * side
-        observe("in", scale, x)
-        for layer, block in enumerate(model.blocks):
-            x, keys, values = block(x, prompt.modulations[layer], *cache[layer])
-            cache[layer] = keys, values
-            observe(f"block{layer}", scale, x)
-            observe(f"k{layer}", scale, keys)
-            observe(f"v{layer}", scale, values)
-        logits = model.logits(x, prompt)
-        observe("raw", scale, logits)
-        if prompt.guided:
-            logits = (1 + t) * logits[:B] - t * logits[B:]  # [B, n*n, V]
-        observe("logits", scale, logits)
-        masked = mask_unlikely(logits, sampling.top_k, sampling.top_p)
-        if forced_indices is not None:
-            indices = forced_indices[scale]
-        else:
-            assert noise is not None
-            indices = draw_indices(masked, noise.indices(scale, *masked.shape[1:]))
-        out.indices.append(indices)
-        tokens = codebook[indices]  # [B, n*n, d]
-        if sampling.smooth:
-            assert noise is not None
-            plane = noise.smoothing(scale, *masked.shape[1:])
-            tokens = soft_embeddings(masked, plane, codebook, scale / (scales - 1))
-        latent = latent + quantizer.contribution(tokens, side, sides[-1], scale, scales)
-    out.latent = latent
-    return out
+    return _Loop(model, quantizer, square(sides), guidance, noise, forced_indices, forced_maps, options).run(prompt)
+
+
+class _Loop(IndexLoop[Prompt]):
+    def __init__(
+        self,
+        model: Var,
+        quantizer: Quantizer,
+        schedule: tuple[tuple[int, int], ...],
+        guidance: Guidance,
+        noise: IndexNoise | None,
+        forced_indices: Sequence[Tensor] | None,
+        forced_maps: Mapping[int, Tensor] | None,
+        options: LoopOptions,
+    ) -> None:
+        self.model = model
+        super().__init__(model.config, quantizer, schedule, guidance, noise, forced_indices, forced_maps, options)
+
+    def is_guided(self, prompt: Prompt) -> bool:
+        return prompt.guided
+
+    def empty_cache(self, prompt: Prompt) -> Tensor:
+        return prompt.condition.new_empty(0, prompt.rows, self.config.heads, self.config.head_width)
+
+    def first_input(self, prompt: Prompt) -> Tensor:
+        return self.model.first_token(prompt)
+
+    def next_input(self, group: Images, codes: Tensor, scale: int) -> Tensor:
+        return self.model.embed_codes(codes, scale, sum(self.tokens[:scale]))
+
+    def block(
+        self, group: Images, layer: int, scale: int, x: Tensor, kept: Tensor | None, want_entropy: bool
+    ) -> BlockOutput:
+        assert isinstance(group.prompt, Prompt)
+        block, modulation = self.model.blocks[layer], group.prompt.modulations[layer]
+        out = block.self_attention(x, modulation, group.k[layer], group.v[layer], want_entropy)
+        out.x = x + out.x
+        out.x = out.x + block.feed_forward(out.x, modulation)
+        return out
+
+    def part(
+        self, group: Images, layer: int, scale: int, part: str, x: Tensor, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        assert isinstance(group.prompt, Prompt)
+        block, modulation = self.model.blocks[layer], group.prompt.modulations[layer]
+        if part == "attention":
+            out = block.self_attention(x, modulation, group.k[layer], group.v[layer])
+            return out.x, out.k, out.v
+        return block.feed_forward(x, modulation), None, None
+
+    def raw_logits(self, group: Images, scale: int, x: Tensor, rows: int) -> Tensor:
+        assert isinstance(group.prompt, Prompt)
+        return self.model.logits(x, group.prompt, rows)

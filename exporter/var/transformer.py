@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from toprovar.exporter.cosine_attention import CosineAttention
 from toprovar.exporter.infinity.transformer import FeedForward, modulate
+from toprovar.exporter.planned.loop import BlockOutput
 from toprovar.exporter.var.config import VarConfig
 
 
@@ -40,6 +41,10 @@ class Prompt:
     def images(self) -> int:
         return self.rows // 2 if self.guided else self.rows
 
+    def take(self, rows: Tensor) -> Prompt:
+        """Some rows, in the order of `rows` [R'] int64; the caller knows whether unconditional ones are among them."""
+        return Prompt(self.condition[rows], [m[rows] for m in self.modulations], self.head[rows], self.guided)
+
 
 def ada_lin(width: int, parts: int) -> nn.Sequential:
     return nn.Sequential(nn.SiLU(), nn.Linear(width, parts * width))
@@ -61,12 +66,18 @@ class Block(nn.Module):
             return self.ada_gss[0] + shared
         return self.ada_lin(condition).unflatten(-1, (6, -1))
 
-    def forward(self, x: Tensor, modulation: Tensor, k_past: Tensor, v_past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [R, L, C]; modulation: [R, 6, C]. Returns: x, all keys, all values [S + L, R, H, D]."""
-        gamma1, gamma2, scale1, scale2, shift1, shift2 = (part[:, None] for part in modulation.unbind(1))
-        o, keys, values = self.attn(modulate(x, scale1, shift1), k_past, v_past)
-        x = x + o * gamma1
-        return x + self.ffn(modulate(x, scale2, shift2)) * gamma2, keys, values
+    def self_attention(
+        self, x: Tensor, modulation: Tensor, k_past: Tensor, v_past: Tensor, want_entropy: bool = False
+    ) -> BlockOutput:
+        """What attention adds to x, [R, L, C]. modulation: [R, 6, C]; k_past, v_past: [S, R, H, D]."""
+        gamma1, _, scale1, _, shift1, _ = (part[:, None] for part in modulation.unbind(1))
+        out = self.attn(modulate(x, scale1, shift1), k_past, v_past, want_entropy=want_entropy)
+        return BlockOutput(out.x * gamma1, out.k, out.v, out.entropy_nats)
+
+    def feed_forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        """What the feed-forward layer adds to x."""
+        _, gamma2, _, scale2, _, shift2 = (part[:, None] for part in modulation.unbind(1))
+        return self.ffn(modulate(x, scale2, shift2)) * gamma2
 
 
 class HeadNorm(nn.Module):
@@ -113,11 +124,6 @@ class Var(nn.Module):
         tokens = codes.flatten(2).transpose(1, 2)
         return self.word_embed(tokens) + self.positions(scale, first, tokens.shape[1])
 
-    def empty_cache(self, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """Per layer keys and values [0, R, H, D]."""
-        empty = self.word_embed.weight.new_zeros(0, rows, self.config.heads, self.config.head_width)
-        return [(empty, empty) for _ in self.blocks]
-
-    def logits(self, x: Tensor, prompt: Prompt) -> Tensor:
+    def logits(self, x: Tensor, prompt: Prompt, rows: int | None = None) -> Tensor:
         """x: [R, L, C] behind the last block -> [R, L, V]."""
-        return self.head(modulate(x, *prompt.head.chunk(2, dim=-1)))
+        return self.head(modulate(x, *prompt.head[:rows].chunk(2, dim=-1)))

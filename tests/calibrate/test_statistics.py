@@ -13,8 +13,8 @@ from helpers import generate_in_torch
 from toprovar.calibrate.measures import singular_values, ssim
 from toprovar.calibrate.prompt_run import ENERGY_SHARES, picture_of
 from toprovar.calibrate.statistics import collect_statistics
-from toprovar.exporter.infinity.scores import code_energy
 from toprovar.exporter.infinity.tokenizer import latent_from_bits
+from toprovar.exporter.planned.scores import code_energy
 from toprovar.runtime.decisions import tokens_for_mass
 from toprovar.runtime.plan import CfgStop, dense_plan
 

@@ -18,8 +18,8 @@ from toprovar.calibrate.fitting import fit_plan
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, export_graphs
 from toprovar.exporter.graph_builder import AS_PLUGINS
-from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.model import published_without_weights
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.exporter.schedules import schedule_for
 from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import open_bundle

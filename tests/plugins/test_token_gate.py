@@ -6,7 +6,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from toprovar.exporter.infinity.generate import lowest_scores as lowest_in_torch
+from toprovar.exporter.planned.scores import lowest_scores as lowest_in_torch
 from toprovar.plugins.token_gate.function import token_gate_function
 from toprovar.plugins.token_gate.reference import lowest_scores
 

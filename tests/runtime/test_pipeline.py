@@ -11,7 +11,7 @@ from conftest import GUIDANCE, SCHEDULE, tiny_model
 from helpers import open_pipeline
 
 from toprovar.exporter.bundle_writer import export_bundle
-from toprovar.exporter.infinity.graphs import StepOptions
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import ToprovarError

@@ -8,7 +8,7 @@ from conftest import GUIDANCE
 from plans import DECIDED, plan_of
 
 from toprovar.exporter.bundle_writer import export_bundle
-from toprovar.exporter.infinity.graphs import StepOptions
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.manifest import Manifest

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 
 from toprovar.runtime.errors import ToprovarError
-from toprovar.tools import parity_file, parity_hart, parity_var
+from toprovar.tools import parity_file, parity_hart, parity_infinitystar, parity_var
 from toprovar.tools.parity import app, compare_file
 from toprovar.tools.parity_report import KINDS, TOLERANCES, Report, compare_array
 
@@ -208,7 +208,9 @@ def test_comparing_nothing_fails(small: Path) -> None:
 
 
 def test_every_kind_has_a_tolerance_with_a_reason() -> None:
-    assert {kind for _, kind in (*KINDS, *parity_hart.KINDS, *parity_var.KINDS)} == set(TOLERANCES)
+    assert {kind for _, kind in (*KINDS, *parity_hart.KINDS, *parity_var.KINDS, *parity_infinitystar.KINDS)} == set(
+        TOLERANCES
+    )
     assert all(tolerance.reason for tolerance in TOLERANCES.values())
 
 
@@ -357,9 +359,9 @@ def test_decoded_picture_needs_its_latent(tmp_path: Path) -> None:
 
 def test_other_families_are_not_supported_yet(tmp_path: Path) -> None:
     path = tmp_path / "other.npz"
-    weight = {"w/blocks.0.attn.q_proj.weight": np.zeros((2, 2), np.float16)}
+    weight = {"w/word_table.weight": np.zeros((2, 2), np.float16)}
     np.savez(path, meta=np.array("{}"), **weight)
-    assert "family infinitystar, which is not supported yet" in refusal(path)
+    assert "family word_text_encoder, which is not supported yet" in refusal(path)
 
 
 def test_file_without_weights_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from helpers import generate_in_torch
 
 from toprovar.calibrate.statistics import collect_statistics, read_prompts
-from toprovar.exporter.infinity.generate import lowest_scores
+from toprovar.exporter.planned.scores import lowest_scores
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.json_files import read_json
 from toprovar.tools import sweep

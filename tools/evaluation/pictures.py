@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from toprovar.exporter.bundle_writer import export_bundle
-from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.model import Model
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.exporter.prompts import encode_prompt
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.guidance import Guidance

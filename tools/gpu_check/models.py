@@ -83,7 +83,7 @@ def make_bundle(model: Model, folder: Path, compute: str, watched: tuple[str, ..
     if (folder / "manifest.json").exists():
         return 0.0
     from toprovar.exporter.bundle_writer import export_bundle
-    from toprovar.exporter.infinity.graphs import StepOptions
+    from toprovar.exporter.planned.step import StepOptions
 
     begin = time.perf_counter()
     guidance = model.guidance(model.schedule)

@@ -14,9 +14,9 @@ from toprovar.tools.parity_observe import NOISE_FOR_ONE, NOISE_FOR_ZERO
 if TYPE_CHECKING:
     import torch
 
-    from toprovar.exporter.infinity.generate import Generation
     from toprovar.exporter.infinity.transformer import Prompt
     from toprovar.exporter.model import Model
+    from toprovar.exporter.planned.loop import Generation
     from toprovar.runtime.pipeline import Pipeline
     from toprovar.runtime.plan import Plan
 

@@ -9,8 +9,8 @@ from made_statistics import HART, backbone_of, statistics_of
 
 from toprovar.calibrate.fitting import fit_plan
 from toprovar.calibrate.methods.settings import MethodSettings
-from toprovar.exporter.infinity.restore import put_rows, resampled_residual
-from toprovar.exporter.infinity.scores import lowest_scores, variance_score
+from toprovar.exporter.planned.restore import put_rows, resampled_residual
+from toprovar.exporter.planned.scores import lowest_scores, variance_score
 from toprovar.runtime.errors import ToprovarError
 
 

@@ -9,7 +9,7 @@ from toprovar.calibrate.fitting import fit_plan
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.statistics import Statistics
 from toprovar.exporter.bundle_writer import export_bundle
-from toprovar.exporter.infinity.graphs import StepOptions
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.exporter.schedules import schedule_for
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.plan import Backbone

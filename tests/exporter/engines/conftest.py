@@ -12,8 +12,8 @@ KEEP = (1024, 1024, 1024, 512, 512, 256, 256, 128)
 def demo_bundle(tmp_path_factory):
     """The demo model in bf16, dense and with its last scale pruned. Copy it before changing it."""
     from toprovar.exporter.bundle_writer import export_bundle
-    from toprovar.exporter.infinity.graphs import StepOptions
     from toprovar.exporter.model import load_model
+    from toprovar.exporter.planned.step import StepOptions
     from toprovar.exporter.schedules import schedule_for
 
     model = load_model("demo")

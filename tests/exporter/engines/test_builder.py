@@ -25,8 +25,8 @@ from toprovar.exporter.engines.child import build_environment, run_builder
 from toprovar.exporter.engines.engine_set import EngineRequest, build_engines, plugin_library
 from toprovar.exporter.engines.trtexec_files import raw_weight
 from toprovar.exporter.engines.weights_as_inputs import MIN_INPUT_BYTES
-from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.model import published_without_weights
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.plugins.library import find_library
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import EXIT_ENVIRONMENT, ToprovarError

@@ -13,8 +13,8 @@ from engine_helpers import use_fake_builder
 
 from toprovar.exporter.bundle_writer import export_bundle
 from toprovar.exporter.engines.engine_set import EngineRequest, build_engines, engine_graphs
-from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.output_folder import alone_with, check_out
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import EXIT_ENVIRONMENT, EnvironmentFault, ToprovarError
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from toprovar.exporter.bundle_writer import export_bundle
 from toprovar.exporter.engines.trtexec import LOAD_FILE, trtexec_page
 from toprovar.exporter.engines.trtexec_files import raw_weight, write_trtexec_files
-from toprovar.exporter.infinity.graphs import StepOptions
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.manifest import Engine, EngineSet

@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 
 from toprovar.exporter.codebook import load_quantizer  # noqa: E402
-from toprovar.exporter.hart.generate import Sampling, SeededNoise, generate  # noqa: E402
+from toprovar.exporter.hart.generate import SeededNoise, generate, guidance_of  # noqa: E402
 from toprovar.exporter.hart.load import load_hart  # noqa: E402
+from toprovar.exporter.planned.loop import LoopOptions  # noqa: E402
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 from toprovar.tools.parity import compare_file  # noqa: E402
 
@@ -63,7 +64,7 @@ def test_images_of_a_batch_are_those_of_single_runs() -> None:
     case = reference.Case(prompts=(4, 2))
     model, quantizer = model_of(case)
     text, mask, positions = inputs_of(case)
-    settings = Sampling(top_k=(9,), top_p=0.3)
+    settings = guidance_of(len(case.sides), top_k=(9,), top_p=0.3)
     both = generate(model, quantizer, model.prompt(text, mask, positions), case.sides, settings, SeededNoise([11, 12]))
     for image in range(2):
         own = slice(image, image + 1)
@@ -71,7 +72,7 @@ def test_images_of_a_batch_are_those_of_single_runs() -> None:
         alone = generate(model, quantizer, prompt, case.sides, settings, SeededNoise([11 + image]))
         for scale in range(3):
             assert torch.equal(alone.indices[scale][0], both.indices[scale][image])
-        assert torch.allclose(alone.latent[0], both.latent[image], atol=1e-4)
+        assert torch.allclose(alone.codes[0], both.codes[image], atol=1e-4)
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -81,7 +82,9 @@ def test_seed_decides_the_picture(smooth: bool) -> None:
     prompt = model.prompt(*inputs_of(case))
 
     def latent(seed: int) -> Any:
-        return generate(model, quantizer, prompt, case.sides, Sampling(smooth=smooth), SeededNoise([seed])).latent
+        return generate(
+            model, quantizer, prompt, case.sides, guidance_of(len(case.sides), smooth=smooth), SeededNoise([seed])
+        ).codes
 
     assert torch.equal(latent(1), latent(1))
     assert torch.isfinite(latent(1)).all()
@@ -93,10 +96,17 @@ def test_without_guidance_one_row_per_image_gives_the_same_picture() -> None:
     model, quantizer = model_of(case)
     inputs = inputs_of(case)
     runs = [
-        generate(model, quantizer, model.prompt(*inputs, guided=g), case.sides, Sampling(cfg=0), SeededNoise([3]))
+        generate(
+            model,
+            quantizer,
+            model.prompt(*inputs, guided=g),
+            case.sides,
+            guidance_of(len(case.sides), cfg=0),
+            SeededNoise([3]),
+        )
         for g in (False, True)
     ]
-    assert torch.allclose(runs[0].latent, runs[1].latent, atol=1e-4)
+    assert torch.allclose(runs[0].codes, runs[1].codes, atol=1e-4)
 
 
 def test_residual_head_changes_the_last_map_alone() -> None:
@@ -104,11 +114,11 @@ def test_residual_head_changes_the_last_map_alone() -> None:
     model, quantizer = model_of(case)
     prompt = model.prompt(*inputs_of(case))
     runs = [
-        generate(model, quantizer, prompt, case.sides, Sampling(residual=residual), SeededNoise([3]))
+        generate(model, quantizer, prompt, case.sides, guidance_of(3), SeededNoise([3]), residual=residual)
         for residual in (False, True)
     ]
     assert all(torch.equal(a, b) for a, b in zip(runs[0].indices, runs[1].indices, strict=True))
-    difference = (runs[0].latent - runs[1].latent).abs()
+    difference = (runs[0].codes - runs[1].codes).abs()
     assert 0 < difference.max() <= 0.6 + 1e-6  # the residual is clamped to 1 and enters with 0.6
 
 
@@ -122,8 +132,8 @@ def test_padding_takes_part_in_attention() -> None:
     for rows in (text, changed):
         prompt = model.prompt(rows, mask, positions)
         generate(
-            model, quantizer, prompt, case.sides, Sampling(), SeededNoise([0]),
-            observe=lambda name, scale, x: seen.append(x) if name == "raw" and scale == 1 else None,
+            model, quantizer, prompt, case.sides, guidance_of(len(case.sides)), SeededNoise([0]),
+            options=LoopOptions(observe=lambda name, k, x: seen.append(x) if name == "raw" and k == 1 else None),
         )  # fmt: skip
     assert torch.equal(
         model.prompt(text, mask, positions).modulation, model.prompt(changed, mask, positions).modulation
@@ -132,11 +142,11 @@ def test_padding_takes_part_in_attention() -> None:
 
 
 def test_guidance_grows_and_the_last_scale_keeps_the_one_before() -> None:
-    assert [Sampling(4.0).guidance(s, 5) for s in range(5)] == [0, 1, 2, 3, 3]
+    assert [t - 1 for t in guidance_of(5, 4.0).cfg] == [0, 1, 2, 3, 3]
 
 
 def test_published_candidates() -> None:
-    assert [Sampling().candidates(s) for s in (0, 6, 7, 13)] == [600, 600, 300, 300]
+    assert [guidance_of(14).candidates(s) for s in (0, 6, 7, 13)] == [600, 600, 300, 300]
 
 
 def test_noise_is_standard_normal() -> None:
@@ -150,10 +160,10 @@ def test_guidance_without_unconditional_rows_is_refused() -> None:
     case = reference.Case()
     model, quantizer = model_of(case)
     prompt = model.prompt(*inputs_of(case), guided=False)
-    with pytest.raises(ToprovarError, match=r"guidance 4.5 needs unconditional rows") as error:
-        generate(model, quantizer, prompt, case.sides, Sampling(), SeededNoise([0]))
+    with pytest.raises(ToprovarError, match=r"guidance 3.25 needs unconditional rows") as error:
+        generate(model, quantizer, prompt, case.sides, guidance_of(len(case.sides)), SeededNoise([0]))
     assert "guided=True" in str(error.value.hint)
     with pytest.raises(ToprovarError, match=r"found sides \[2, 3\]"):
-        generate(model, quantizer, prompt, (2, 3), Sampling(0), SeededNoise([0]))
+        generate(model, quantizer, prompt, (2, 3), guidance_of(2, 0), SeededNoise([0]))
     with pytest.raises(ToprovarError, match="given no noise"):
-        generate(model, quantizer, prompt, case.sides, Sampling(0))
+        generate(model, quantizer, prompt, case.sides, guidance_of(len(case.sides), 0))

@@ -95,4 +95,4 @@ def test_graphs_draw_what_the_loop_draws(
                 name = f"{kind}_past_{layer:02d}"
                 values[name] = np.concatenate([values[name], outputs[name.replace("past", "new")]])
     assert np.isfinite(values["latent"]).all()
-    assert np.abs(values["latent"] - expected.latent.numpy()).max() <= LATENT_TOLERANCE
+    assert np.abs(values["latent"] - expected.codes.numpy()).max() <= LATENT_TOLERANCE

@@ -11,8 +11,8 @@ from plans import DECIDED, STATIC, mass_parts, plan_of, rho_parts
 
 from toprovar.exporter.bundle_writer import export_bundle
 from toprovar.exporter.infinity.generate import generate
-from toprovar.exporter.infinity.graphs import StepOptions
 from toprovar.exporter.infinity.transformer import Prompt
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.exporter.prompts import encode_prompt
 from toprovar.runtime.decisions import LogisticModel
 from toprovar.runtime.noise import uniform_noise

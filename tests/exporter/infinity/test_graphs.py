@@ -6,7 +6,7 @@ from conftest import GUIDANCE, SCHEDULE, pruning_plan
 from helpers import differing_bits, generate_in_torch, open_pipeline
 
 from toprovar.exporter.bundle_writer import export_bundle
-from toprovar.exporter.infinity.graphs import StepOptions
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.plan import Restore, Score
 
 PROMPTS = ["red apple", "green dog on white", "", "unknown words only"]

@@ -9,7 +9,7 @@ from plans import EVERY, RUNGS, plan_of
 
 from toprovar.exporter.bundle_writer import export_bundle
 from toprovar.exporter.infinity.generate import draw_bits
-from toprovar.exporter.infinity.graphs import StepOptions
+from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.noise import uniform_noise
 from toprovar.runtime.plan import CfgStop, Restore, Score

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprova
 
 from toprovar.exporter.codebook import load_quantizer  # noqa: E402
 from toprovar.exporter.index_sampling import IndexNoise  # noqa: E402
-from toprovar.exporter.var.generate import Sampling, generate  # noqa: E402
+from toprovar.exporter.var.generate import generate, guidance_of  # noqa: E402
 from toprovar.exporter.var.load import load_var  # noqa: E402
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 from toprovar.tools.parity import compare_file  # noqa: E402
@@ -55,14 +55,14 @@ def model_of(case: reference.Case) -> tuple[Any, Any]:
 def test_images_of_a_batch_are_those_of_single_runs(smooth: bool) -> None:
     case = reference.Case()
     model, quantizer = model_of(case)
-    settings = Sampling(top_k=9, top_p=0.6, smooth=smooth)
+    settings = guidance_of(len(case.sides), top_k=9, top_p=0.6, smooth=smooth)
     both = generate(model, quantizer, model.prompt(torch.tensor([3, 1])), case.sides, settings, IndexNoise([11, 12]))
     for image, label in enumerate((3, 1)):
         prompt = model.prompt(torch.tensor([label]))
         alone = generate(model, quantizer, prompt, case.sides, settings, IndexNoise([11 + image]))
         for scale in range(3):
             assert torch.equal(alone.indices[scale][0], both.indices[scale][image])
-        assert torch.allclose(alone.latent[0], both.latent[image], atol=1e-4)
+        assert torch.allclose(alone.codes[0], both.codes[image], atol=1e-4)
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -72,7 +72,9 @@ def test_seed_and_class_decide_the_picture(smooth: bool) -> None:
 
     def latent(seed: int, label: int) -> Any:
         prompt = model.prompt(torch.tensor([label]))
-        return generate(model, quantizer, prompt, case.sides, Sampling(smooth=smooth), IndexNoise([seed])).latent
+        return generate(
+            model, quantizer, prompt, case.sides, guidance_of(len(case.sides), smooth=smooth), IndexNoise([seed])
+        ).codes
 
     assert torch.equal(latent(1, 0), latent(1, 0))
     assert torch.isfinite(latent(1, 0)).all()
@@ -86,11 +88,18 @@ def test_smooth_run_feeds_means_of_codes() -> None:
     model, quantizer = model_of(case)
     prompt = model.prompt(torch.tensor([2]))
     runs = [
-        generate(model, quantizer, prompt, case.sides, Sampling(top_k=0, top_p=0, smooth=s), IndexNoise([1]))
+        generate(
+            model,
+            quantizer,
+            prompt,
+            case.sides,
+            guidance_of(len(case.sides), top_k=0, top_p=0, smooth=s),
+            IndexNoise([1]),
+        )
         for s in (False, True)
     ]
     assert torch.equal(runs[0].indices[0], runs[1].indices[0])
-    assert not torch.equal(runs[0].latent, runs[1].latent)
+    assert not torch.equal(runs[0].codes, runs[1].codes)
 
 
 def test_without_guidance_one_row_per_image_gives_the_same_picture() -> None:
@@ -98,15 +107,20 @@ def test_without_guidance_one_row_per_image_gives_the_same_picture() -> None:
     model, quantizer = model_of(case)
     runs = [
         generate(
-            model, quantizer, model.prompt(torch.tensor([4]), guided=g), case.sides, Sampling(cfg=0), IndexNoise([3])
+            model,
+            quantizer,
+            model.prompt(torch.tensor([4]), guided=g),
+            case.sides,
+            guidance_of(len(case.sides), cfg=0),
+            IndexNoise([3]),
         )
         for g in (False, True)
     ]
-    assert torch.allclose(runs[0].latent, runs[1].latent, atol=1e-4)
+    assert torch.allclose(runs[0].codes, runs[1].codes, atol=1e-4)
 
 
 def test_guidance_grows_from_nothing_to_the_end() -> None:
-    assert [Sampling(4.0).guidance(s, 5) for s in range(5)] == [0, 1, 2, 3, 4]
+    assert [t - 1 for t in guidance_of(5, 4.0).cfg] == [0, 1, 2, 3, 4]
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -114,10 +128,10 @@ def test_what_does_not_fit_is_refused() -> None:
     model, quantizer = model_of(case)
     alone = model.prompt(torch.tensor([0]), guided=False)
     with pytest.raises(ToprovarError, match="needs rows of the null class") as error:
-        generate(model, quantizer, alone, case.sides, Sampling(), IndexNoise([0]))
+        generate(model, quantizer, alone, case.sides, guidance_of(len(case.sides)), IndexNoise([0]))
     assert "guided=True" in str(error.value.hint)
     for sides in ((1, 2, 4), (1, 3, 2, 0), (2, 1, 3)):
         with pytest.raises(ToprovarError, match="expected 3 maps of 14 tokens, the first of side 1"):
-            generate(model, quantizer, alone, sides, Sampling(0), IndexNoise([0]))
+            generate(model, quantizer, alone, sides, guidance_of(len(sides), 0), IndexNoise([0]))
     with pytest.raises(ToprovarError, match="given no noise"):
-        generate(model, quantizer, alone, case.sides, Sampling(0))
+        generate(model, quantizer, alone, case.sides, guidance_of(len(case.sides), 0))

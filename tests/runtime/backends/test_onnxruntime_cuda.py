@@ -200,7 +200,7 @@ def test_guidance_that_ends_drops_rows_on_the_gpu_too(tiny, tmp_path, cuda):
     from conftest import pruning_plan
 
     from toprovar.exporter.bundle_writer import export_bundle
-    from toprovar.exporter.infinity.graphs import StepOptions
+    from toprovar.exporter.planned.step import StepOptions
     from toprovar.runtime.plan import CfgStop
 
     plan = pruning_plan(tiny, cfg_stop=CfgStop(mode="static", scale=4))

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from toprovar.exporter.graph_builder import GraphBuilder
-from toprovar.exporter.infinity.scores import CERTAIN, rotation_steps, strata, stratum_count
+from toprovar.exporter.planned.scores import CERTAIN, rotation_steps, strata, stratum_count
 from toprovar.exporter.resize_matrices import resize_pair, smoothing_matrix
 
 INT64 = ir.DataType.INT64.value

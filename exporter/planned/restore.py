@@ -1,4 +1,4 @@
-"""What pruned positions get, in PyTorch; graphs.py writes the same arithmetic as ONNX."""
+"""What pruned positions get, in PyTorch; step.py writes the same arithmetic as ONNX."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toprovar.exporter.infinity.tokenizer import resize_bilinear, tokens_from_latent
 
-NOT_DRAWN = 255  # bit of a position whose codes come from the scale before, or from nowhere
+def resampled(grid: Tensor, size: tuple[int, int], kind: str = "bilinear") -> Tensor:
+    """[B, d, h, w] on another map, "area" or "bilinear" (corners not aligned)."""
+    return F.interpolate(grid, size=size, mode=kind, align_corners=None if kind == "area" else False)
 
 
 def resampled_residual(residual: Tensor, old: tuple[int, int], new: tuple[int, int], kind: str) -> Tensor:
     """A residual of one map on another. residual: [R, N_old, C] -> [R, N_new, C]."""
     grid = residual.transpose(1, 2).unflatten(-1, old)  # [R, C, h, w]
-    grid = F.interpolate(grid, size=new, mode="area") if kind == "area" else resize_bilinear(grid, new)
-    return grid.flatten(2).transpose(1, 2)
+    return resampled(grid, new, kind).flatten(2).transpose(1, 2)
 
 
 def nearest_kept(kept: Tensor, size: tuple[int, int]) -> Tensor:
@@ -26,15 +26,6 @@ def nearest_kept(kept: Tensor, size: tuple[int, int]) -> Tensor:
     distance = (y[:, None] - y[kept]) ** 2 + (x[:, None] - x[kept]) ** 2  # [N, n]
     # int64 distances below 2^40, made different by the index: the first of the nearest wins on every device
     return (distance * len(kept) + torch.arange(len(kept), device=kept.device)).argmin(1)
-
-
-def previous_values(code: Tensor, size: tuple[int, int], patch: int) -> Tensor:
-    """The codes of the scale before at this scale's tokens, nearest neighbour.
-
-    code: [B, d, h'*patch, w'*patch] -> [B, N, bits].
-    """
-    height, width = size
-    return tokens_from_latent(F.interpolate(code, size=(height * patch, width * patch), mode="nearest"), patch)
 
 
 def take_rows(x: Tensor, kept: Tensor) -> Tensor:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from toprovar.exporter.infinity.transformer import Infinity, Prompt
 from toprovar.runtime.plan import Plan
 
 Residual = tuple[int, int, str]  # scale, layer, "" or the sub-layer
+Self = TypeVar("Self", bound="Prompt")
+
+
+class Prompt(Protocol):
+    """What a family's steps need of the prompts; constant over scales. R rows, the conditional ones first."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def take(self: Self, rows: Tensor) -> Self:
+        """Some rows, in the order of `rows` [R'] int64."""
 
 
 @dataclass
@@ -79,19 +90,23 @@ class Images:
 
 
 def new_images(
-    model: Infinity, prompt: Prompt, guided: bool, plan: Plan | None, code_shape: tuple[int, int, int]
+    prompt: Prompt,
+    guided: bool,
+    plan: Plan | None,
+    x: Tensor,
+    code_shape: tuple[int, ...],
+    empty_cache: Tensor,
+    depth: int,
 ) -> Images:
-    """All images of a batch before scale 0."""
-    config, device = model.config, model.pos_start.device
+    """All images of a batch before scale 0. x: [R, L, C] its input; empty_cache: [0, R, H, D] of one layer."""
     count = prompt.rows // 2 if guided else prompt.rows
-    empty = torch.empty(0, prompt.rows, config.heads, config.head_width, device=device)
     return Images(
         places=list(range(count)),
         plan=plan,
         prompt=prompt,
         guided=guided,
-        codes=torch.zeros(count, *code_shape, device=device),
-        x=model.first_input(prompt),
-        k=[empty] * config.depth,
-        v=[empty] * config.depth,
+        codes=torch.zeros(count, *code_shape, device=x.device),
+        x=x,
+        k=[empty_cache] * depth,
+        v=[empty_cache] * depth,
     )

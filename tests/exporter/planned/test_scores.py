@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from toprovar.exporter.infinity import scores
-from toprovar.exporter.infinity.restore import nearest_kept, previous_values, resampled_residual
+from toprovar.exporter.infinity.generate import previous_values
+from toprovar.exporter.planned import scores
+from toprovar.exporter.planned.restore import nearest_kept, resampled_residual
 from toprovar.runtime.decisions import (
     EnergyMassDecision,
     SatsDecision,
