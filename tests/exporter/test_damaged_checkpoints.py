@@ -1,4 +1,4 @@
-"""Every form of checkpoint against every damage: one message each, no two alike, and the user's files stay as they are."""
+"""Every form of checkpoint against every damage: one message each, no two alike, and the user's files stay."""
 
 from __future__ import annotations
 
@@ -158,7 +158,15 @@ print(peak * 1024, sum(tensor.nbytes for tensor in model.state_dict().values()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose pages are counted and let go")
-@pytest.mark.parametrize(("form", "dtype"), [("w.safetensors", torch.bfloat16), ("w.pth", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("w.pth", torch.bfloat16),
+        pytest.param("w.pth", torch.float32, marks=pytest.mark.slow),
+        pytest.param("w.safetensors", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("w.safetensors", torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_loading_needs_little_more_than_the_weights(tmp_path: Path, form: str, dtype: torch.dtype) -> None:
     """214 MB of fp32 weights out of a file half that size: 0.99 of the weights measured; file and copy would be 1.5."""
     from toprovar.exporter.infinity.config import InfinityConfig
