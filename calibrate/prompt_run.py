@@ -5,25 +5,21 @@ Everything is of the conditional row. The formulas: docs/calibration.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toprovar.calibrate.measures import singular_ratio, singular_values, ssim
-from toprovar.exporter.prompts import encode_prompt
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.decisions import frequency_features, low_entropy_ratio, tokens_for_mass
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
-from toprovar.runtime.noise import uniform_noise
 from toprovar.runtime.pipeline import picture_from_image
 from toprovar.runtime.plan import CfgStop, dense_plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toprovar.exporter.infinity.tokenizer import BitTokenizer
     from toprovar.exporter.model import Model
     from toprovar.exporter.planned.loop import Generation
     from toprovar.runtime.plan import Plan
@@ -49,33 +45,21 @@ def run_in_torch(
     plan: Plan | None = None,
     **options: Any,
 ) -> Generation:
-    """One prompt with the seeded noise of the runtime; `options` go to `generate`."""
-    import torch
+    """One prompt with the seeded noise of the runtime; `options` are those of `LoopOptions`."""
+    from toprovar.exporter.planned.loop import LoopOptions
 
-    from toprovar.exporter.infinity.generate import generate
-
-    return generate(
-        model.transformer,
-        encode_prompt(model, prompt, guidance),
-        schedule,
-        guidance,
-        lambda scale, tokens: torch.from_numpy(uniform_noise(seed, scale, tokens, model.config.bits))[None],
-        plan,
-        tokenizer=model.tokenizer,
-        **options,
-    )
-
-
-def tokenizer_of(model: Model) -> BitTokenizer:
-    """Raises: ToprovarError if the model cannot make pictures."""
-    if model.tokenizer is None:
-        raise ToprovarError("calibration needs the tokenizer, to judge pictures", "pass --tokenizer")
-    return model.tokenizer
+    family = model.family
+    if model.tokenizer is not None:
+        options["small_picture"] = lambda codes, size: family.small_picture(model, codes, size)
+    asked = family.prompt(model, [prompt], guidance)
+    return family.generate(model, asked, schedule, guidance, [seed], LoopOptions(plan=plan, **options))
 
 
 def picture_of(model: Model, codes: Tensor) -> np.ndarray:
-    """Accumulated codes [1, d, h, w] -> [H, W, 3] uint8."""
-    return picture_from_image(tokenizer_of(model).decode(codes)[0].numpy())
+    """Accumulated codes [1, d, h, w] -> [H, W, 3] uint8. Raises: ToprovarError if the model cannot make pictures."""
+    if model.tokenizer is None:
+        raise ToprovarError("calibration needs the tokenizer, to judge pictures", "pass --tokenizer")
+    return picture_from_image(model.family.decode(model, codes)[0].numpy())
 
 
 def measure_prompt(
@@ -83,9 +67,9 @@ def measure_prompt(
 ) -> dict[str, np.ndarray]:
     """One dense run of one prompt. Returns: the fields of `Statistics` for it, and its maps and pictures if asked
     for."""
-    from toprovar.exporter.infinity.generate import small_picture
+    from toprovar.exporter.planned.scores import code_energy
 
-    tokenizer, config = tokenizer_of(model), model.config
+    config, family = model.config, model.family
     scales, layers = len(schedule), config.depth
     guard, features = guard_scale(schedule), min(FEATURE_SCALE, scales - 1)
     found: dict[str, np.ndarray] = {
@@ -106,11 +90,12 @@ def measure_prompt(
         if scale >= guard:
             pictures[scale] = picture_of(model, codes)
         if scale >= features:
-            small[scale] = small_picture(tokenizer, codes, schedule[features], config.patch)
+            small[scale] = family.small_picture(model, codes, schedule[features])
             if scale > features:
                 found["frequency"][scale] = frequency_features(small.pop(scale - 1), small[scale])
 
     entering: list[Tensor] = []
+    patch = family.patch(config)
 
     def watch(name: str, scale: int, tensor: Tensor) -> None:
         if name.startswith("block") and name != "blockN":
@@ -118,7 +103,11 @@ def measure_prompt(
         if name == "in" or name.startswith("block"):
             entering[:] = [tensor[0]]
         elif name == "raw" and len(tensor) == 2:
-            found["guidance_gap"][scale] = float((tensor[0] - tensor[1]).square().mean().sqrt())
+            drawn = tensor[:, -schedule[scale][0] * schedule[scale][1] :]  # without text tokens that run along
+            found["guidance_gap"][scale] = float((drawn[0] - drawn[1]).square().mean().sqrt())
+        elif name == "code" and scale + 1 < scales:
+            energy = code_energy(tensor, patch, schedule[scale + 1])[0].numpy()
+            found["energy_tokens"][scale + 1] = [tokens_for_mass(energy, share) for share in ENERGY_SHARES]
 
     run = run_in_torch(
         model, schedule, guidance, prompt, seed, entropy_layers=range(layers), on_scale=after_scale, observe=watch
@@ -137,21 +126,6 @@ def measure_prompt(
             found[f"entropy_{k}"] = maps.reshape(layers, height, width).astype(np.float32)
             if k in pictures:
                 found[f"picture_{k}"] = pictures[k]
-    found["energy_tokens"][1:] = _energy_tokens(model, schedule, run.bits)
-    return found
-
-
-def _energy_tokens(model: Model, schedule: Schedule, bits: Sequence[Tensor]) -> list[list[int]]:
-    """For scales 1 on: tokens that hold each of ENERGY_SHARES of the energy of the codes of the scale before."""
-    from toprovar.exporter.infinity.tokenizer import latent_from_bits, unpatch_bits
-    from toprovar.exporter.planned.scores import code_energy
-
-    found = []
-    for k in range(1, len(schedule)):
-        grid = bits[k - 1].unflatten(1, schedule[k - 1])
-        code = latent_from_bits(unpatch_bits(grid) if model.config.patchify else grid)
-        energy = code_energy(code, model.config.patch, schedule[k])[0].numpy()
-        found.append([tokens_for_mass(energy, share) for share in ENERGY_SHARES])
     return found
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toprovar.exporter.engines.engine_store import carry_finished
-from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.output_folder import replacing
 from toprovar.exporter.routes import Route, routes
 from toprovar.exporter.weights_file import WEIGHTS_FILE, WeightsLayout, WeightSpec, layout_weights, write_weights
@@ -63,11 +62,7 @@ def _check_tables(model: Model, plan: Plan, options: StepOptions) -> None:
 
     Raises: ToprovarError naming both numbers.
     """
-    if plan.scales > model.config.levels:
-        raise ToprovarError(
-            f"the schedule has {plan.scales} scales; the checkpoint has level embeddings for {model.config.levels}",
-            "choose a smaller --budget",
-        )
+    model.family.check(model, plan.schedule, options)
     if model.text_encoder is not None:
         positions = model.text_encoder.position_table.num_embeddings
         if options.text_tokens > positions:
@@ -81,17 +76,12 @@ class BundleGraphs:
     """All graphs of a bundle, built one at a time from a layout; needs no weights, so it also serves dry runs."""
 
     def __init__(self, model: Model, plan: Plan, options: StepOptions) -> None:
-        from toprovar.exporter.infinity.weights import compute_dtype_of
-
         _check_tables(model, plan, options)
         self.model, self.plan, self.options = model, plan, options
         self.dense = dense_plan(plan.backbone, plan.schedule)
         self.thunks = model.exported_weights(plan.schedule)
         compute = COMPUTE_DTYPES[options.compute]
-        self.dtypes = {
-            name: "F32" if name.startswith(("decoder.", "rgb_", "text_encoder.")) else compute_dtype_of(name, compute)
-            for name in self.thunks
-        }
+        self.dtypes = {name: "F32" if model.family.is_fp32(name) else compute for name in self.thunks}
         specs = {name: WeightSpec(self.dtypes[name], tuple(thunk().shape)) for name, thunk in self.thunks.items()}
         self.layout: WeightsLayout = layout_weights(specs)
 
@@ -112,17 +102,13 @@ class BundleGraphs:
         return (tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor).cpu().numpy()
 
     def prompt(self) -> GraphBuilder:
-        from toprovar.exporter.infinity.graphs import prompt_graph
-
-        return prompt_graph(self.model.config, self.layout, replace(self.options, images=1))
+        return self.model.family.prompt_graph(self.model, self.layout, replace(self.options, images=1))
 
     def decoder(self) -> GraphBuilder | None:
-        from toprovar.exporter.infinity.graphs import decoder_graph
-
         if self.model.tokenizer is None:
             return None
-        _, height, width = self.code_shape
-        return decoder_graph(self.model.tokenizer.config, (height, width), self.layout)
+        height, width = self.code_shape[-2:]
+        return self.model.family.decoder_graph(self.model, (height, width), self.layout)
 
     def text_encoder(self) -> GraphBuilder | None:
         from toprovar.exporter.demo.graph import text_encoder_graph
@@ -133,25 +119,26 @@ class BundleGraphs:
 
     @property
     def code_shape(self) -> tuple[int, int, int]:
-        config: InfinityConfig = self.model.config
-        height, width = self.plan.schedule[-1]
-        return config.code_channels, height * config.patch, width * config.patch
+        return self.model.family.code_shape(self.model, self.plan.schedule)
 
     def small_decoder(self) -> GraphBuilder | None:
         """Codes to the small picture that a skipvar decision looks at."""
-        from toprovar.exporter.infinity.graphs import decoder_graph
-
         decision = self.plan.decision(SkipvarDecision)
         if decision is None:
             return None
-        if self.model.tokenizer is None:
-            raise ToprovarError("the plan decides by small pictures; the model has no tokenizer", "pass --tokenizer")
-        patch = self.model.config.patch
+        patch = self.model.family.patch(self.model.config)
         height, width = self.plan.schedule[decision.feature_scale]
-        _, *full = self.code_shape
-        return decoder_graph(
-            self.model.tokenizer.config, (full[0], full[1]), self.layout, 1, (height * patch, width * patch)
-        )
+        size, small = self.code_shape[-2:], (height * patch, width * patch)
+        graph = None
+        if self.model.tokenizer is not None:
+            graph = self.model.family.decoder_graph(self.model, (size[0], size[1]), self.layout, small)
+        if graph is None:
+            raise ToprovarError("the plan decides by small pictures; the model has no decoder", "pass --tokenizer")
+        return graph
+
+    def along(self, scale: int) -> int:
+        """Text tokens that run along at a scale and stay in the cache."""
+        return self.model.family.along(scale, self.options)
 
     def variants(self) -> dict[str, list[tuple[str, Route, int]]]:
         """Per variant: (file name, route, images); steps that are equal share their file."""
@@ -163,7 +150,7 @@ class BundleGraphs:
         sizes = sorted({1, self.options.images})
         for name, plan in plans.items():
             steps = []
-            for route in routes(plan, guided):
+            for route in routes(plan, guided, self.along):
                 for images in sizes:
                     key = (images, *route.key(self.options.gate_whole_layers))
                     if key not in files:
@@ -177,9 +164,7 @@ class BundleGraphs:
         return found
 
     def step(self, route: Route, images: int = 1) -> GraphBuilder:
-        from toprovar.exporter.infinity.step import step_graph
-
-        return step_graph(self.model.config, route, self.layout, replace(self.options, images=images))
+        return self.model.family.step_graph(self.model, route, self.layout, replace(self.options, images=images))
 
     def gates(self, route: Route) -> dict[int, str]:
         """{layer: output with its kept positions}."""
@@ -275,12 +260,16 @@ def _write(
         rows=options.rows,  # type: ignore[arg-type]
         images=options.images,
         guidance=guidance,
-        text=Text(
+        text=None
+        if model.family.takes_classes
+        else Text(
             tokens=options.text_tokens,
             width=model.config.text_width,
-            unconditional="cfg_uncond",
+            unconditional=model.family.unconditional,
             encoder=encoder,
         ),
+        classes=model.config.classes if model.family.takes_classes else None,
+        kv_head=model.family.kv_head(model.config),
         prompt=prompt,
         decoder=decoder,
         small_decoder=small_decoder,
@@ -292,6 +281,7 @@ def _write(
                     tokens=route.plan.tokens(route.scale),
                     counts=route.counts,
                     past=route.past,
+                    along=graphs.along(route.scale),
                     path=route.path,
                     guided=route.guided,
                     images=images,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toprovar.runtime.noise import uniform_noise
+from toprovar.runtime.noise import SMOOTHING_PLANE, uniform_noise
 
 SMALLEST_NOISE = 2.0**-25  # noise has 24 bits; zero would turn into an infinite Gumbel number
 
@@ -61,10 +61,8 @@ def soft_embeddings(masked_logits: Tensor, noise: Tensor, codebook: Tensor, plac
 class IndexNoise:
     """Noise from counters: a value depends on seed, image and its own place alone.
 
-    The noise planes of a run: scale s draws indices from plane s, smoothing from plane SMOOTHING + s.
+    The noise planes of a run: scale s draws indices from plane s, smoothing from plane SMOOTHING_PLANE + s.
     """
-
-    SMOOTHING = 2**16
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self.seeds = list(seeds)
@@ -77,4 +75,4 @@ class IndexNoise:
         return torch.from_numpy(self.uniform(scale, tokens, vocabulary))
 
     def smoothing(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
-        return torch.from_numpy(self.uniform(self.SMOOTHING + scale, tokens, vocabulary))
+        return torch.from_numpy(self.uniform(SMOOTHING_PLANE + scale, tokens, vocabulary))

@@ -28,8 +28,10 @@ def fp32(tensors: Mapping[str, Any], name: str, what: str) -> Tensor:
     """
     import torch
 
-    is_lazy = isinstance(tensors, LazyTensors)
-    tensor = tensors.converted(name, torch.float32) if is_lazy else tensors[name].float()
+    if isinstance(tensors, LazyTensors):
+        tensor = tensors.converted(name, torch.float32)
+    else:
+        tensor = tensors[name].float()
     check_finite({name: tensor}, what)
     return tensor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from toprovar.exporter.checkpoints import Checkpoint, open_checkpoint
 from toprovar.exporter.families import Family, canonical_tokenizer_names, expect_shapes, recognise_family
-from toprovar.exporter.infinity.config import PUBLISHED, InfinityConfig, config_from_shapes
+from toprovar.exporter.family import ModelFamily
+from toprovar.exporter.family_table import FAMILIES
+from toprovar.exporter.infinity.config import config_from_shapes
+from toprovar.exporter.infinity.family import InfinityFamily
 from toprovar.exporter.loading import fp32, shapes_of
-from toprovar.exporter.schedules import Schedule, schedule_for
+from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
-from toprovar.runtime.guidance import Guidance, per_scale
+from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.json_files import read_json
 from toprovar.runtime.plan import Backbone, model_from_json
 from toprovar.runtime.word_tokenizer import tokenizer_from_document
@@ -37,7 +40,11 @@ MODEL_FILE = "model.json"
 
 
 class ModelFile(BaseModel):
-    """model.json: the files of a model, relative to it, and how it is meant to be sampled."""
+    """model.json: the files of a model, relative to it, and how it is meant to be sampled; what is left out is the
+    family's published default.
+
+    sides: of the square maps of VAR and HART; heads: where no learned factor of the checkpoint tells them
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -48,10 +55,13 @@ class ModelFile(BaseModel):
     vocabulary: str | None = None
     aspect: Annotated[float, Field(gt=0, le=100)] = 1.0
     budget: str = "1M"
-    cfg: Annotated[tuple[Annotated[float, Field(ge=0, le=1000)], ...], Field(min_length=1)] = (3.0,)
-    tau: Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], Field(min_length=1)] = (0.5,)
-    top_p: Annotated[float, Field(ge=0, le=1)] = 0.97
-    text_tokens: Annotated[int, Field(ge=1, le=512)] = 128
+    sides: Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=64)] | None = None
+    heads: Annotated[int, Field(ge=1, le=4096)] | None = None
+    cfg: Annotated[tuple[Annotated[float, Field(ge=0, le=1000)], ...], Field(min_length=1)] | None = None
+    tau: Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], Field(min_length=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], Field(min_length=1)] | None = None
+    text_tokens: Annotated[int, Field(ge=1, le=512)] | None = None
 
 
 @dataclass
@@ -59,46 +69,43 @@ class Model:
     """transformer, tokenizer and text_encoder in eval mode on the CPU; `settings` are the model's own defaults."""
 
     name: str
-    config: InfinityConfig
-    transformer: Infinity
-    tokenizer: BitTokenizer | None
+    config: Any
+    transformer: Any
+    tokenizer: Any
     text_encoder: WordTextEncoder | None
     vocabulary: Any
     settings: ModelFile
     weights_sha256: str
     embeddings: PromptEmbeddings | None = None  # rows of prompts encoded beforehand, in place of a text encoder
+    family: ModelFamily = field(default_factory=InfinityFamily)
 
     @property
     def backbone(self) -> Backbone:
         c = self.config
         return Backbone(
-            family="infinity",
+            family=self.family.name,
             layers=c.depth,
             width=c.width,
             heads=c.heads,
-            bits=c.bits,
+            bits=self.family.noise_columns(c),
             weights_sha256=self.weights_sha256,
         )
 
     @property
     def schedule(self) -> Schedule:
-        return schedule_for(self.settings.aspect, self.settings.budget)
+        return self.family.schedule(self)
+
+    @property
+    def text_tokens(self) -> int:
+        """T, the length prompts are padded to."""
+        return self.settings.text_tokens or self.family.text_tokens
 
     def guidance(self, schedule: Schedule | None = None) -> Guidance:
-        scales = len(schedule or self.schedule)
-        return Guidance(
-            cfg=per_scale(self.settings.cfg, scales, "cfg"),
-            tau=per_scale(self.settings.tau, scales, "tau"),
-            top_p=self.settings.top_p,
-        )
+        return self.family.guidance(self, schedule or self.schedule)
 
     def exported_weights(self, schedule: Schedule) -> Thunks:
         """Every tensor of a bundle's weights file, by name, computed when called."""
-        from toprovar.exporter.infinity.weights import decoder_weights, transformer_weights
-
-        weights = transformer_weights(self.transformer, schedule)
-        if self.tokenizer is not None:
-            weights.update(decoder_weights(self.tokenizer))
+        weights = self.family.weights(self, schedule)
         if self.text_encoder is not None:
             from toprovar.exporter.demo.graph import text_encoder_weights
 
@@ -194,22 +201,39 @@ def load_model(model: str, tokenizer: str | None = None) -> Model:
 
 
 def _load(name: str, folder: Path, facts: ModelFile) -> Model:
-    checkpoint = _expect(folder / facts.transformer, Family.INFINITY)
-    transformer = load_infinity(checkpoint.tensors, str(folder / facts.transformer))
+    checkpoint = open_checkpoint(folder / facts.transformer)
+    found = recognise_family(checkpoint.shapes, str(folder / facts.transformer))
+    if found not in FAMILIES:
+        known = ", ".join(family.value for family in FAMILIES)
+        raise ToprovarError(
+            f"{folder / facts.transformer} holds a model of family {found.value}; expected a transformer: {known}",
+            "check which file is which",
+        )
+    family = FAMILIES[found]
+    transformer = family.load(checkpoint.tensors, str(folder / facts.transformer), facts)
     digest = hashlib.sha256(checkpoint.digest().encode())
     tokenizer = None
     config = transformer.config
     if facts.tokenizer:
-        files = _expect(folder / facts.tokenizer, Family.BIT_TOKENIZER)
-        tokenizer = load_tokenizer(files.tensors, str(folder / facts.tokenizer))
-        config = config.with_code_channels(tokenizer.config.channels)
-        transformer.config = config
+        files = _expect(folder / facts.tokenizer, family.tokenizer)
+        tokenizer = family.load_tokenizer(files.tensors, str(folder / facts.tokenizer))
+        config = family.joined(transformer, tokenizer, str(folder / facts.tokenizer))
         digest.update(files.digest().encode())
+    elif family.needs_tokenizer:
+        raise ToprovarError(
+            f"model {name} names no tokenizer; a model of family {family.name} draws codes of its codebook",
+            "pass --tokenizer, or name it in a model.json",
+        )
     encoder, vocabulary = None, None
     if bool(facts.text_encoder) != bool(facts.vocabulary):
         raise ToprovarError(
             f"model {name} has text_encoder {facts.text_encoder} and vocabulary {facts.vocabulary}; expected both",
             f"name both in its {MODEL_FILE}, or neither",
+        )
+    if facts.text_encoder and family.takes_classes:
+        raise ToprovarError(
+            f"model {name} has a text encoder; a model of family {family.name} is told the number of a class",
+            f"leave text_encoder and vocabulary out of its {MODEL_FILE}",
         )
     if facts.text_encoder and facts.vocabulary:
         from toprovar.exporter.demo.text_encoder import text_encoder_from_weights
@@ -218,18 +242,19 @@ def _load(name: str, folder: Path, facts: ModelFile) -> Model:
         encoder = text_encoder_from_weights(dict(files.tensors)).requires_grad_(False)
         vocabulary = read_json(folder / facts.vocabulary)
         _check_text_encoder(encoder, vocabulary, config, folder / facts.text_encoder, folder / facts.vocabulary)
-        if facts.text_tokens > encoder.position_table.num_embeddings:
+        text_tokens = facts.text_tokens or family.text_tokens
+        if text_tokens > encoder.position_table.num_embeddings:
             raise ToprovarError(
-                f"model {name} has text_tokens {facts.text_tokens}; its text encoder has positions for "
+                f"model {name} has text_tokens {text_tokens}; its text encoder has positions for "
                 f"{encoder.position_table.num_embeddings}",
                 f"lower text_tokens in its {MODEL_FILE}",
             )
         digest.update(files.digest().encode())
-    return Model(name, config, transformer, tokenizer, encoder, vocabulary, facts, digest.hexdigest())
+    return Model(name, config, transformer, tokenizer, encoder, vocabulary, facts, digest.hexdigest(), family=family)
 
 
 def _check_text_encoder(
-    encoder: WordTextEncoder, vocabulary: Any, config: InfinityConfig, file: Path, vocabulary_file: Path
+    encoder: WordTextEncoder, vocabulary: Any, config: Any, file: Path, vocabulary_file: Path
 ) -> None:
     words = tokenizer_from_document(vocabulary, str(vocabulary_file)).size
     rows, width = encoder.word_table.weight.shape
@@ -246,7 +271,7 @@ def _check_text_encoder(
 
 
 def _expect(path: Path, family: Family) -> Checkpoint:
-    checkpoint = open_checkpoint(path, "tokenizer" if family is Family.BIT_TOKENIZER else "transformer")
+    checkpoint = open_checkpoint(path, family.part)
     found = recognise_family(checkpoint.shapes, str(path))
     if found is not family:
         raise ToprovarError(
@@ -263,15 +288,15 @@ def published_without_weights(name: str) -> Model:
     require_torch()
     import torch
 
-    from toprovar.exporter.infinity.tokenizer import BitTokenizer, TokenizerConfig
-    from toprovar.exporter.infinity.transformer import Infinity
+    for family in FAMILIES.values():
+        if name in family.published:
+            with torch.device("meta"):
+                transformer, tokenizer, settings = family.without_weights(name)
+            return Model(name, transformer.config, transformer, tokenizer, None, None, settings, "", family=family)
+    known = [name for family in FAMILIES.values() for name in family.published]
+    raise ToprovarError(f"unknown model {name}; expected one of {', '.join(known)}")
 
-    if name not in PUBLISHED:
-        raise ToprovarError(f"unknown model {name}; expected one of {', '.join(PUBLISHED)}")
-    config = PUBLISHED[name]
-    widths = (128, 256, 512, 512) if config.patchify else (128, 256, 512, 512, 512)
-    with torch.device("meta"):
-        transformer = Infinity(config)
-        tokenizer = BitTokenizer(TokenizerConfig(config.code_channels, widths, encoder=False))
-    settings = ModelFile(transformer=name, tau=(1.0,) if config.patchify else (0.5,))
-    return Model(name, config, transformer, tokenizer, None, None, settings, "")
+
+def is_published(name: str) -> bool:
+    """Whether a full-size model goes by this name."""
+    return any(name in family.published for family in FAMILIES.values())

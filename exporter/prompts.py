@@ -45,7 +45,7 @@ def text_rows(model: Model, prompt: str) -> Tensor:
             f"model {model.name} has no text encoder",
             "encode the prompts beforehand (toprovar encode-prompts) and pass --embeddings FILE",
         )
-    tokens = WordTokenizer(model.vocabulary["words"]).encode(prompt, model.settings.text_tokens)
+    tokens = WordTokenizer(model.vocabulary["words"]).encode(prompt, model.text_tokens)
     ids = torch.tensor([tokens.ids])
     with torch.inference_mode():
         return model.text_encoder(ids, torch.ones_like(ids, dtype=torch.bool))[0]
@@ -72,6 +72,26 @@ def encode_prompts(model: Model, prompts: Sequence[str], guidance: Guidance) -> 
     mask = torch.stack([torch.arange(longest) < len(r) for r in found])  # [R, T]
     with torch.inference_mode():
         return model.transformer.prompt(rows, mask)
+
+
+def padded_rows(model: Model, prompts: Sequence[str], tokens: int) -> tuple[Tensor, Tensor]:
+    """Rows of prompts for a family whose padding takes part in attention. Returns: [B, T, width], and [B, T] bool, True
+    on a prompt's own tokens.
+
+    Rows made beforehand bring their encoder's padding rows along; other padding is zero.
+    """
+    import torch
+
+    rows = torch.zeros(len(prompts), tokens, model.config.text_width)
+    mask = torch.zeros(len(prompts), tokens, dtype=torch.bool)
+    for image, prompt in enumerate(prompts):
+        found = text_rows(model, prompt)[:tokens]
+        rows[image, : len(found)] = found
+        valid = torch.ones(len(found), dtype=torch.bool)
+        if model.embeddings is not None:
+            valid = torch.from_numpy(model.embeddings.valid[model.embeddings.index_of(prompt)])[:tokens]
+        mask[image, : len(found)] = valid
+    return rows, mask
 
 
 def _unconditional(model: Model, tokens: int) -> Tensor:

@@ -6,6 +6,7 @@ number of graphs grows with what a scale can be, not with how it was reached.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from toprovar.runtime.decisions import SatsDecision
@@ -62,8 +63,11 @@ class _Open:
     continues: bool = False
 
 
-def routes(plan: Plan, guided: bool) -> list[Route]:
-    """All steps of a plan, in order of scale; guided: whether there are unconditional rows at all."""
+def routes(plan: Plan, guided: bool, along: Callable[[int], int] = lambda scale: 0) -> list[Route]:
+    """All steps of a plan, in order of scale.
+
+    guided: whether there are unconditional rows at all; along: further keys that a scale leaves in every layer's cache
+    """
     layers = plan.backbone.layers
     plans = {"": plan} | {name: plan.on_path(name) for name in plan.paths}
     sats = plan.decision(SatsDecision)
@@ -81,7 +85,7 @@ def routes(plan: Plan, guided: bool) -> list[Route]:
                 chosen = own.model_copy(update={"keep": {**own.keep, scale: counts}}) if scale in own.ladder else own
                 step = steps.setdefault((path, now_guided, counts), _Open(chosen))
                 step.pasts.add(past)
-                filled = tuple(a + b for a, b in zip(past, counts, strict=True))
+                filled = tuple(a + b + along(scale) for a, b in zip(past, counts, strict=True))
                 for name in [path, *(own.entries(scale) if not path else [])]:
                     runs_on = scale + 1 < plan.scales and scale + 1 not in plans[name].skip_scales
                     step.continues = step.continues or runs_on

@@ -61,6 +61,8 @@ class Bundle:
         Raises: ToprovarError if the weights file has none, or of another width.
         """
         path, text = self.path(self.manifest.weights_file), self.manifest.text
+        assert text is not None
+        assert text.unconditional is not None
         try:
             with safe_open(path, framework="numpy") as file:
                 names = set(file.keys())

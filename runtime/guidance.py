@@ -7,12 +7,14 @@ where rows are mixed.
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from toprovar.runtime.errors import ToprovarError
 
+Growth = Literal["none", "linear", "stale"]
 UNLIMITED = 1e4  # a logit no bit reaches: nothing is cut off
 
 
@@ -24,6 +26,8 @@ class Guidance(BaseModel):
     insertion: 0 = logits, -j = output of layer depth-j
     top_k:     candidates per scale of families that draw from a codebook; 0, or no list, keeps all
     smooth:    those families feed on means of codes instead of single codes
+    growth:    how one number t stands for all scales: none: cfg = t; linear: cfg - 1 grows from 0 to t; stale:
+               likewise, and the last scale keeps that of the one before (VAR and HART, whose papers speak of t)
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -34,6 +38,28 @@ class Guidance(BaseModel):
     insertion: tuple[Annotated[int, Field(le=0)], ...] = (0,)
     top_k: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...] = ()
     smooth: bool = False
+    growth: Growth = "none"
+
+    @classmethod
+    def growing(
+        cls,
+        cfg: Sequence[float],
+        scales: int,
+        growth: Growth,
+        tau: Sequence[float] = (1.0,),
+        top_p: float = 0.97,
+        top_k: Sequence[int] = (0,),
+        smooth: bool = False,
+    ) -> Guidance:
+        """One t for all scales, or the cfg of each. Raises: ToprovarError for another number of values."""
+        return cls(
+            cfg=grown(cfg, scales, growth),
+            tau=per_scale(tuple(tau), scales, "tau"),
+            top_p=top_p,
+            top_k=tuple(int(k) for k in per_scale(tuple(top_k), scales, "top_k")),
+            smooth=smooth,
+            growth=growth,
+        )
 
     @property
     def uses_unconditional_row(self) -> bool:
@@ -57,6 +83,17 @@ class Guidance(BaseModel):
         if self.top_p == 0 or self.top_p == 1:
             return UNLIMITED
         return max(math.log(self.top_p / (1 - self.top_p)), 0.0)
+
+
+def grown(values: Sequence[float], scales: int, growth: Growth, name: str = "cfg") -> tuple[float, ...]:
+    """cfg of every scale: from one number by the family's growth, or as given for each scale.
+
+    Raises: ToprovarError naming both counts.
+    """
+    if growth == "none" or len(values) != 1:
+        return per_scale(tuple(values), scales, name)
+    last = scales - 2 if growth == "stale" else scales - 1
+    return tuple(1 + values[0] * min(scale, last) / max(scales - 1, 1) for scale in range(scales))
 
 
 def per_scale(values: list[float] | tuple[float, ...], scales: int, name: str) -> tuple[float, ...]:

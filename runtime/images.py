@@ -55,11 +55,11 @@ class Images:
         self.own_codes: Any = None
         self.gap: list[float] | None = None
         layers = manifest.model.layers
-        self._head = (manifest.model.heads, manifest.model.width // manifest.model.heads)
+        self._head = manifest.head
         self._dtype = COMPUTE_DTYPES[manifest.compute]
         last = max(step.scale for step in table.steps)
         self._room = [
-            max([s.past[i] if s.scale == last else s.past[i] + s.counts[i] for s in table.steps if not _ends(s)] + [1])
+            max([1, *(s.past[i] + (s.counts[i] + s.along) * (s.scale != last) for s in table.steps if not _ends(s))])
             for i in range(layers)
         ]
         self.filled = [0] * layers

@@ -115,6 +115,7 @@ class Step(Part):
     """One scale of one variant, on one path, with or without unconditional rows.
 
     counts: tokens that run per layer; past: keys each layer finds in its cache, at most
+    along:  text tokens that run besides, in front, and stay in the cache
     images: of one run of the graph
     gates:  {layer: output with its kept positions}
     """
@@ -123,6 +124,7 @@ class Step(Part):
     tokens: Annotated[int, Field(ge=1)]
     counts: tuple[Extent, ...]
     past: tuple[Extent, ...]
+    along: Annotated[int, Field(ge=0, le=4096)] = 0
     path: str = ""
     guided: bool = True
     images: Annotated[int, Field(ge=1, le=4096)] = 1
@@ -143,11 +145,11 @@ class TextEncoder(Part):
 
 class Text(Part):
     """tokens: padded prompt length T; width: of the rows; unconditional: tensor of the weights file with the learned
-    rows."""
+    rows, None where no text is zeros and its first token stands for it."""
 
     tokens: Annotated[int, Field(ge=1, le=4096)]
     width: Annotated[int, Field(ge=1)]
-    unconditional: str
+    unconditional: str | None
     encoder: TextEncoder | None = None
 
 
@@ -213,7 +215,9 @@ class EngineSet(Part):
 
 
 class Manifest(Part):
-    """images: pictures that one run of the step graphs can draw together; one alone always goes.
+    """text, classes: a prompt is text, or the number of one of so many classes
+    kv_head: heads of keys and values, and their width
+    images: pictures that one run of the step graphs can draw together; one alone always goes.
     decisions: of the variant planned; small_decoder: codes to the small picture that they look at.
     """
 
@@ -227,7 +231,9 @@ class Manifest(Part):
     rows: Literal[1, 2]
     images: Annotated[int, Field(ge=1, le=4096)] = 1
     guidance: Guidance
-    text: Text
+    text: Text | None
+    classes: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    kv_head: tuple[Side, Side] | None = None
     prompt: Graph
     decoder: Graph | None
     small_decoder: Graph | None = None
@@ -254,9 +260,19 @@ class Manifest(Part):
         return files
 
     @property
+    def head(self) -> tuple[int, int]:
+        """Heads of keys and values, and their width."""
+        return self.kv_head or (self.model.heads, self.model.width // self.model.heads)
+
+    @property
+    def drawn(self) -> tuple[str, int]:
+        """Output of a step with what was drawn, and numbers per token."""
+        return ("indices", 1) if self.model.draws_indices else ("bits", self.model.bits)
+
+    @property
     def graphs(self) -> dict[str, Graph]:
         """Every ONNX file of the bundle, in the order in which they run; the decoders last."""
-        encoder = self.text.encoder
+        encoder = self.text.encoder if self.text else None
         steps = [step.graph for steps in self.variants.values() for step in steps]
         named = (encoder.graph if encoder else None, self.prompt, *steps, self.small_decoder, self.decoder)
         return {graph.file: graph for graph in named if graph is not None}
@@ -267,8 +283,10 @@ class Manifest(Part):
         named |= {step.graph.file for steps in self.variants.values() for step in steps}
         named |= {graph.file for graph in (self.decoder, self.small_decoder) if graph}
         named |= {self.plan_file} if self.plan_file else set()
-        if self.text.encoder:
+        if self.text and self.text.encoder:
             named |= {self.text.encoder.vocabulary, self.text.encoder.graph.file}
+        if (self.text is None) == (self.classes is None):
+            raise ValueError("a bundle takes either text or classes")
         missing = sorted(named - self.files.keys())
         if missing:
             raise ValueError(f"file {missing[0]} is used but has no entry under files")

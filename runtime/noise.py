@@ -15,6 +15,8 @@ import numpy as np
 from toprovar.runtime.errors import ToprovarError
 
 MAX_SEED = 2**63
+# planes of noise besides those of the scales: smoothing at scale s, the residual head's start and its steps behind it
+SMOOTHING_PLANE, RESIDUAL_PLANE = 2**16, 2**17
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _LOW = np.uint64(0xFFFFFFFF)
@@ -58,6 +60,12 @@ def uniform_noise(seed: int, scale: int, tokens: int, bits: int, image: int = 0)
         (position, bit, np.uint64(scale), np.uint64(image)), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
     )
     return ((words[0] >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(tokens, bits)
+
+
+def normal_noise(seed: int, plane: int, tokens: int, channels: int) -> np.ndarray:
+    """Standard normal numbers by Box-Muller on neighbouring columns. Returns: [tokens, channels] float32."""
+    radius, angle = np.split(uniform_noise(seed, plane, tokens, 2 * channels).astype(np.float64), 2, axis=-1)
+    return (np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * np.pi * angle)).astype(np.float32)
 
 
 class NoiseAhead:

@@ -28,9 +28,16 @@ from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.images import Images, joined_prompts
 from toprovar.runtime.manifest import Graph, Step
-from toprovar.runtime.noise import NoiseAhead, check_seed
+from toprovar.runtime.noise import (
+    RESIDUAL_PLANE,
+    SMOOTHING_PLANE,
+    NoiseAhead,
+    check_seed,
+    normal_noise,
+    uniform_noise,
+)
 from toprovar.runtime.table import StepTable
-from toprovar.runtime.text import EncodedPrompt, TextEncoder
+from toprovar.runtime.text import Conditions, EncodedPrompt
 
 
 class Backend(Protocol):
@@ -61,7 +68,8 @@ class StepRecord:
 @dataclass
 class Result:
     """image: uint8 [H, W, 3], or None without a decoder; codes [d, h, w]; bits per scale [N, bits] uint8, 255 where
-    none was drawn; decisions: (scale, what, value) as they were taken."""
+    none was drawn; families with a codebook have indices [N] int32 instead, -1 where none was drawn; decisions:
+    (scale, what, value) as they were taken."""
 
     image: np.ndarray | None
     codes: np.ndarray
@@ -70,6 +78,7 @@ class Result:
     latency_ms: dict[str, float]
     prompt: EncodedPrompt | None
     decisions: list[tuple[int, str, float | str]] = field(default_factory=list)
+    indices: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass
@@ -82,6 +91,7 @@ class Request:
     text_rows: np.ndarray | None = None
     negative_rows: np.ndarray | None = None
     noise: Callable[[int, int, int], np.ndarray] | None = None
+    text_valid: np.ndarray | None = None
 
 
 def picture_from_image(image: np.ndarray) -> np.ndarray:
@@ -103,7 +113,7 @@ class Pipeline:
         self.bundle = bundle
         self.manifest = bundle.manifest
         self.backend = backend
-        self._text = TextEncoder(bundle, backend)
+        self._conditions = Conditions(bundle, backend)
 
     def steps(self, variant: str) -> tuple[Step, ...]:
         """Raises: ToprovarError if the bundle has no such variant."""
@@ -129,7 +139,7 @@ class Pipeline:
         for graph in (manifest.prompt, manifest.decoder, *further, *(step.graph for step in steps)):
             if graph is not None:
                 self.backend.prepare(graph)
-        self._text.prepare()
+        self._conditions.prepare()
 
     def generate(
         self,
@@ -143,10 +153,12 @@ class Pipeline:
         noise: Callable[[int, int, int], np.ndarray] | None = None,
         on_scale: Callable[[int, np.ndarray], None] | None = None,
         on_watch: Callable[[str, int, np.ndarray], None] | None = None,
+        text_valid: np.ndarray | None = None,
     ) -> Result:
         """Makes one image.
 
-        prompt:    the text; or give `text_rows` [T, text width] float32 made elsewhere
+        prompt:    the text, or the number of a class; or give `text_rows` [T, text width] float32 made elsewhere, with
+                   `text_valid` [T] bool where padding is among them
         negative:  replaces the learned unconditional rows (or `negative_rows`)
         seed:      0 .. 2^63; the same seed draws the same noise whatever is pruned
         noise:     (scale, tokens, bits) -> [tokens, bits], instead of the seeded noise
@@ -154,7 +166,7 @@ class Pipeline:
         on_watch:  called with (name, scale, array) for outputs a bundle was built to watch
         Raises:    ToprovarError for a bad seed, prompt or variant, and for non-finite values, naming the scale.
         """
-        asked = Request(prompt, seed, negative, text_rows, negative_rows, noise)
+        asked = Request(prompt, seed, negative, text_rows, negative_rows, noise, text_valid)
         seen = None if on_scale is None else lambda image, scale, codes: on_scale(scale, codes)
         return self.generate_batch([asked], variant, guidance, seen, on_watch)[0]
 
@@ -201,12 +213,12 @@ class Pipeline:
         """The prompt as what the steps need of it."""
         memory, prompt = self.backend.memory, self.manifest.prompt
         begin = time.perf_counter()
-        encoded, rows, valid = self._text.rows(
-            request.prompt, request.negative, request.text_rows, request.negative_rows
+        encoded, told = self._conditions.inputs(
+            request.prompt, request.negative, request.text_rows, request.negative_rows, request.text_valid
         )
         text_ms = (time.perf_counter() - begin) * 1e3
         tensors = {name: memory.empty(facts.shape, facts.dtype) for name, facts in prompt.outputs.items()}
-        self.backend.run(prompt, {"text_rows": memory.place(rows), "text_valid": memory.place(valid)}, tensors)
+        self.backend.run(prompt, {name: memory.place(told[name]) for name in prompt.inputs}, tensors)
         prompt_ms = (time.perf_counter() - begin) * 1e3 - text_ms
         return _Picture(request, encoded, tensors, {"load": load_ms, "text": text_ms, "prompt": prompt_ms})
 
@@ -216,7 +228,8 @@ class Pipeline:
         image = self._decoded(picture.codes) if self.manifest.decoder else None
         codes = self.backend.memory.read(picture.codes)[0]
         picture.latency_ms["decode"] = (time.perf_counter() - begin) * 1e3
-        return Result(image, codes, picture.bits, picture.steps, picture.latency_ms, picture.prompt, picture.decisions)
+        bits, indices = ([], picture.drawn) if self.manifest.model.draws_indices else (picture.drawn, [])
+        return Result(image, codes, bits, picture.steps, picture.latency_ms, picture.prompt, picture.decisions, indices)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """codes [d, h, w] -> picture [H, W, 3] uint8."""
@@ -242,7 +255,7 @@ class _Picture:
     tensors: dict[str, Any]
     latency_ms: dict[str, float]
     codes: Any = None
-    bits: list[np.ndarray] = field(default_factory=list)
+    drawn: list[np.ndarray] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     decisions: list[tuple[int, str, float | str]] = field(default_factory=list)
 
@@ -335,7 +348,7 @@ class _Run:
         group.before_last, group.codes = group.codes, outputs["codes_next"]
         group.carried, group.own_codes = outputs.get("score_next"), outputs.get("own_codes")
         for layer, count in enumerate(step.counts):
-            group.filled[layer] += count
+            group.filled[layer] += count + step.along
         group.residuals |= {name: buffer for name, buffer in outputs.items() if name.startswith("residual_")}
         group.residuals = {n: b for n, b in group.residuals.items() if self.last_use.get(n, -1) > step.scale}
         noted = {name: buffer for name, buffer in outputs.items() if _is_noted(name, step)}
@@ -368,6 +381,7 @@ class _Run:
             **group.prompt,
             **group.residuals,
         }
+        inputs |= self._further_noise(group, step)
         if group.carried is not None:
             inputs["score"] = group.carried
         if group.own_codes is not None:
@@ -378,13 +392,23 @@ class _Run:
                 inputs[name] = group.cache[name[0]][layer][: group.filled[layer]]
         return inputs
 
+    def _further_noise(self, group: Images, step: Step) -> dict[str, Any]:
+        """What smoothing and a residual head need, where a step has them."""
+        seeds = [self.pictures[image].request.seed for image in group.places]
+        found = {}
+        for name in FURTHER_NOISE & step.graph.inputs.keys():
+            shape = step.graph.inputs[name].shape
+            made = [_further_noise(name, seed, step, shape) for seed in seeds]
+            found[name] = self.memory.place(np.stack(made, -2))
+        return found
+
     def _outputs(self, group: Images, step: Step) -> dict[str, Any]:
         outputs: dict[str, Any] = {}
         for name, facts in step.graph.outputs.items():
             if name.startswith(("k_new_", "v_new_")):
                 layer = int(name[6:])
                 start = group.filled[layer]
-                outputs[name] = group.cache[name[0]][layer][start : start + step.counts[layer]]
+                outputs[name] = group.cache[name[0]][layer][start : start + step.counts[layer] + step.along]
             else:
                 outputs[name] = self.memory.empty(facts.shape, facts.dtype)
         return outputs
@@ -404,7 +428,10 @@ class _Run:
             record.kept = {layer: own(arrays[gate]) for layer, gate in step.gates.items()}
             record.guided = step.guided
             self.pictures[place].steps.append(record)
-            self.pictures[place].bits.append(arrays["bits"][:, image].astype(np.uint8))
+            drawn = arrays[self.manifest.drawn[0]][:, image]
+            self.pictures[place].drawn.append(
+                drawn[:, 0] if self.manifest.model.draws_indices else drawn.astype(np.uint8)
+            )
 
     # -- decisions -------------------------------------------------------------------------------------------------
 
@@ -454,8 +481,9 @@ class _Run:
         group.gap = None
         if decision is None or rms is None:
             return [False] * group.count
-        bits, gaps = self._seen(group, outputs["bits"]), self.memory.read(rms)
-        logits = [2 * int((bits[:, i] >= 0).sum()) for i in range(group.count)]  # two of every bit that was drawn
+        drawn, gaps = self._seen(group, outputs[self.manifest.drawn[0]]), self.memory.read(rms)
+        each = self.manifest.model.logits // drawn.shape[-1]  # logits of every number that was drawn
+        logits = [each * int((drawn[:, i] >= 0).sum()) for i in range(group.count)]
         group.gap = [decision.gap(float(value), count) for value, count in zip(gaps, logits, strict=True)]
         if before is None or step.scale not in decision.scales:
             return [False] * group.count
@@ -465,7 +493,20 @@ class _Run:
         return ends
 
 
+FURTHER_NOISE = {"smooth_noise", "residual_start", "residual_noise"}
+
+
+def _further_noise(name: str, seed: int, step: Step, shape: tuple[int, ...]) -> np.ndarray:
+    """One image's part of an input, which has the images on its last axis but one."""
+    tokens, columns = shape[-3], shape[-1]
+    if name == "smooth_noise":
+        return uniform_noise(seed, SMOOTHING_PLANE + step.scale, tokens, columns)
+    if name == "residual_start":
+        return normal_noise(seed, RESIDUAL_PLANE, tokens, columns)
+    return np.stack([normal_noise(seed, RESIDUAL_PLANE + 1 + k, tokens, columns) for k in range(shape[0])])
+
+
 def _is_noted(name: str, step: Step) -> bool:
-    """Whether a record holds an output: drawn bits, entropy maps of layers, kept positions."""
+    """Whether a record holds an output: what was drawn, entropy maps of layers, kept positions."""
     is_map = name.startswith("entropy_") and name != "entropy_mean"
-    return name == "bits" or is_map or name in step.gates.values()
+    return name in ("bits", "indices") or is_map or name in step.gates.values()

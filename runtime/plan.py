@@ -31,7 +31,8 @@ SUBLAYERS = ("attention", "cross", "ffn")
 
 
 class Backbone(Part):
-    """The model a plan was made for."""
+    """The model a plan was made for. bits: uniform numbers that drawing one token takes: its bits, or the codes of the
+    codebook of a family that draws indices."""
 
     family: str
     layers: Annotated[int, Whole, Field(ge=1, le=4096)]  # a list of this length is made before it is compared
@@ -39,6 +40,16 @@ class Backbone(Part):
     heads: Side
     bits: Side
     weights_sha256: str = ""
+
+    @property
+    def draws_indices(self) -> bool:
+        """Whether a token is an index of a codebook instead of bits."""
+        return self.family in ("var", "hart")
+
+    @property
+    def logits(self) -> int:
+        """Per token."""
+        return self.bits if self.draws_indices else 2 * self.bits
 
     @property
     def sublayers(self) -> tuple[str, ...]:

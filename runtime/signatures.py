@@ -16,6 +16,7 @@ from toprovar.runtime.table import StepTable, rows_axis
 
 _LAYERED = re.compile(r"([kv]_past|[kv]_new|entropy)_(\d{2,4})")
 _RESIDUAL = re.compile(r"residual_(\d{2})_(\d{2,4})(?:_(?:attention|cross|ffn))?")
+MAX_RESIDUAL_STEPS = 1000
 HINT = "export the bundle again; a manifest is not meant to be edited by hand"
 
 
@@ -25,22 +26,11 @@ def check_signatures(manifest: Manifest) -> None:
         raise ToprovarError(
             f"manifest has width {manifest.model.width} over {manifest.model.heads} heads; expected a multiple", HINT
         )
-    text = manifest.text
-    rows = (manifest.rows, text.tokens)
-    prompt = manifest.prompt
-    _expect(prompt, "inputs", {"text_rows": _facts("F32", *rows, text.width), "text_valid": _facts("F32", *rows)})
+    _check_prompt(manifest)
     codes = _facts("F32", 1, *manifest.code_shape)
     if manifest.decoder:
         _expect(manifest.decoder, "inputs", {"codes": codes})
         _expect_decoded(manifest.decoder)
-    if text.encoder:
-        ids, valid = _facts("I64", 1, text.tokens), _facts("F32", 1, text.tokens)
-        _expect(text.encoder.graph, "inputs", {"ids": ids, "valid": valid})
-        _expect(text.encoder.graph, "outputs", {"rows": _facts("F32", 1, text.tokens, text.width)})
-        if text.encoder.max_tokens > text.tokens:
-            raise ToprovarError(
-                f"manifest has text.encoder.max_tokens {text.encoder.max_tokens}; expected at most {text.tokens}", HINT
-            )
     if manifest.small_decoder:
         _expect(manifest.small_decoder, "inputs", {"codes": codes})
         _expect_decoded(manifest.small_decoder)
@@ -52,6 +42,26 @@ def check_signatures(manifest: Manifest) -> None:
             _check_variant(manifest, name, table, images)
         _check_decided(manifest, name, table)
     _check_shared(manifest)
+
+
+def _check_prompt(manifest: Manifest) -> None:
+    text, prompt = manifest.text, manifest.prompt
+    if text is None:
+        _expect(prompt, "inputs", {"labels": _facts("I64", manifest.rows)})
+        return
+    rows = (manifest.rows, text.tokens)
+    inputs = {"text_rows": _facts("F32", *rows, text.width), "text_valid": _facts("F32", *rows)}
+    if "text_positions" in prompt.inputs:
+        inputs["text_positions"] = _facts("F32", *rows)
+    _expect(prompt, "inputs", inputs)
+    if text.encoder:
+        ids, valid = _facts("I64", 1, text.tokens), _facts("F32", 1, text.tokens)
+        _expect(text.encoder.graph, "inputs", {"ids": ids, "valid": valid})
+        _expect(text.encoder.graph, "outputs", {"rows": _facts("F32", 1, text.tokens, text.width)})
+        if text.encoder.max_tokens > text.tokens:
+            raise ToprovarError(
+                f"manifest has text.encoder.max_tokens {text.encoder.max_tokens}; expected at most {text.tokens}", HINT
+            )
 
 
 def _check_variant(manifest: Manifest, name: str, table: StepTable, images: int) -> None:
@@ -113,7 +123,7 @@ def _check_decided(manifest: Manifest, name: str, table: StepTable) -> None:
 
 def _check_shared(manifest: Manifest) -> None:
     """A file that several steps share has one signature: it is held against the graph once."""
-    encoder = manifest.text.encoder
+    encoder = manifest.text.encoder if manifest.text else None
     known: dict[str, Graph] = {}
     steps = [step.graph for variant in manifest.variants.values() for step in variant]
     named = (manifest.prompt, manifest.decoder, manifest.small_decoder, encoder.graph if encoder else None)
@@ -127,12 +137,21 @@ def _check_step(manifest: Manifest, step: Step, residuals: set[str], before: set
     model, graph, B = manifest.model, step.graph, step.images
     cache = COMPUTE_DTYPES[manifest.compute]
     R = B * (2 if step.guided else 1)
-    head = (R, model.heads, model.width // model.heads)
+    head = (R, *manifest.head)
     draws, one = (step.tokens, B, model.bits), _facts("F32", 1)
+    drawn, columns = manifest.drawn
     codes = _facts("F32", B, *manifest.code_shape)
-    inputs = {"noise": _facts("F32", *draws), "cfg": one, "tau": one, "bit_limit": one, "codes": codes}
+    inputs = {"noise": _facts("F32", *draws), "cfg": one, "tau": one, "codes": codes}
+    if model.draws_indices:
+        inputs["smooth_noise"] = _facts("F32", *draws)
+        inputs["residual_start"] = _facts("F32", step.tokens, B, manifest.code_shape[0])
+        steps = graph.inputs.get("residual_noise")
+        count = min(steps.shape[0], MAX_RESIDUAL_STEPS) if steps and steps.shape else 0
+        inputs["residual_noise"] = _facts("F32", count, step.tokens, B, manifest.code_shape[0])
+    else:
+        inputs["bit_limit"] = one
     inputs |= {name: _with_rows(name, facts, R) for name, facts in manifest.prompt.outputs.items()}
-    outputs = {"bits": _facts("I32", *draws), "codes_next": codes, "guidance_gap": _facts("F32", B)}
+    outputs = {drawn: _facts("I32", step.tokens, B, columns), "codes_next": codes, "guidance_gap": _facts("F32", B)}
     outputs["entropy_mean"] = _facts("F32", B, step.tokens)
     if step.scale + 1 < len(manifest.schedule):
         height, width = manifest.schedule[step.scale + 1]
@@ -163,7 +182,7 @@ def _check_step(manifest: Manifest, step: Step, residuals: set[str], before: set
             is_open = name in graph.inputs and graph.inputs[name].is_open
             inputs[name] = _facts(cache, step.past[layer], *head, is_open=is_open)
         elif match[1].endswith("_new") and not is_last:
-            outputs[name] = _facts(cache, step.counts[layer], *head)
+            outputs[name] = _facts(cache, step.counts[layer] + step.along, *head)
         elif match[1] == "entropy":
             outputs[name] = _facts("F32", *((step.tokens,) if B == 1 else (B, step.tokens)))
     for layer, gate in step.gates.items():
@@ -182,7 +201,7 @@ def _check_step(manifest: Manifest, step: Step, residuals: set[str], before: set
     for name in graph.outputs:
         if name not in outputs:
             raise ToprovarError(f"manifest gives {graph.file} an output {name}, which nothing takes", HINT)
-    missing = [name for name in ("bits", "codes_next") if name not in graph.outputs]
+    missing = [name for name in (drawn, "codes_next") if name not in graph.outputs]
     if not is_last:
         run = [layer for layer, count in enumerate(step.counts) if count]
         missing += [f"{kind}_new_{layer:02d}" for layer in run for kind in "kv"]

@@ -18,16 +18,15 @@ from toprovar.calibrate.measures import psnr_db, ssim
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.statistics import read_prompts
 from toprovar.exporter.bundle_writer import export_bundle
-from toprovar.exporter.infinity.generate import generate
 from toprovar.exporter.model import Model, load_model
+from toprovar.exporter.planned.loop import LoopOptions
 from toprovar.exporter.planned.step import StepOptions
-from toprovar.exporter.prompts import encode_prompt
 from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import Bundle, open_bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.image_files import write_png
 from toprovar.runtime.json_files import check_folder, read_json, write_json
-from toprovar.runtime.noise import MAX_SEED, check_seed, uniform_noise
+from toprovar.runtime.noise import MAX_SEED, check_seed
 from toprovar.runtime.pipeline import Pipeline, Result
 from toprovar.runtime.plan import load_plan
 from toprovar.runtime.version import VERSION
@@ -150,7 +149,7 @@ def _ignore(value: object) -> None:
 def _export(model: Model, calibration: Path, folder: Path) -> None:
     plan = load_plan(calibration / "plan.json")
     guidance = model.guidance()
-    options = StepOptions.for_guidance(guidance, model.config.depth, model.settings.text_tokens)
+    options = StepOptions.for_guidance(guidance, model.config.depth, model.text_tokens)
     with console.progress("export") as advance:
         export_bundle(
             model, folder, guidance, options, plan, on_progress=lambda what, done, total: advance(done, total)
@@ -176,19 +175,10 @@ def _draw(pipeline: Pipeline, prompts: list[str], seed: int) -> list[Drawn]:
 
 def _same_codes(model: Model, drawn: list[Drawn]) -> bool:
     """Whether PyTorch draws the very same bits as ONNX Runtime did, dense, for some of the pictures."""
-    import torch
-
     guidance = model.guidance()
     for prompt, seed, dense, _ in drawn:
-        run = generate(
-            model.transformer,
-            encode_prompt(model, prompt, guidance),
-            model.schedule,
-            guidance,
-            lambda scale, tokens, seed=seed: torch.from_numpy(uniform_noise(seed, scale, tokens, model.config.bits))[
-                None
-            ],
-        )
+        asked = model.family.prompt(model, [prompt], guidance)
+        run = model.family.generate(model, asked, model.schedule, guidance, [seed], LoopOptions())
         same = [np.array_equal(mine[0].numpy(), theirs) for mine, theirs in zip(run.bits, dense.bits, strict=True)]
         if not all(same):
             return False

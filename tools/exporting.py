@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, export_graphs
-from toprovar.exporter.model import load_model, published_without_weights
+from toprovar.exporter.model import is_published, load_model, published_without_weights
 from toprovar.exporter.output_folder import check_out
 from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.bundle import open_bundle
@@ -57,7 +57,7 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
         check_out(request.out, request.overwrite, GRAPHS_FILE if request.graphs_only else MANIFEST_FILE)
     plan = load_plan(request.plan) if request.plan else None
     needs_weights = not (request.dry_run or request.graphs_only)
-    if not needs_weights and request.model.startswith("infinity-") and not Path(request.model).exists():
+    if not needs_weights and is_published(request.model) and not Path(request.model).exists():
         model = published_without_weights(request.model)
     else:
         model = load_model(request.model, request.tokenizer)
@@ -67,7 +67,7 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
         if plan.backbone.weights_sha256 not in ("", model.weights_sha256):
             console.say("warning: the plan was calibrated on other weights of the same shape")
     guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
-    text_tokens = request.text_tokens or model.settings.text_tokens
+    text_tokens = request.text_tokens or model.text_tokens
     dtype = request.dtype or ("bf16" if engines.targets else "fp32")
     options = replace(StepOptions.for_guidance(guidance, model.config.depth, text_tokens, dtype), images=request.images)
     if not needs_weights:

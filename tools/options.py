@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.guidance import Guidance, per_scale
+from toprovar.runtime.guidance import Guidance, grown, per_scale
 from toprovar.tools import console
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def guidance_with(base: Guidance, cfg: str | None, tau: str | None) -> Guidance:
     scales = len(base.cfg)
     values = base.model_dump()
     if cfg is not None:
-        values["cfg"] = per_scale(in_range(numbers(cfg, "--cfg"), "--cfg", 0), scales, "--cfg")
+        values["cfg"] = grown(in_range(numbers(cfg, "--cfg"), "--cfg", 0), scales, base.growth, "--cfg")
     if tau is not None:
         values["tau"] = per_scale(in_range(numbers(tau, "--tau"), "--tau", 0, is_open=True), scales, "--tau")
     return Guidance(**values)
@@ -57,12 +57,9 @@ def guidance_with(base: Guidance, cfg: str | None, tau: str | None) -> Guidance:
 
 def schedule_with(model: Model, aspect: float | None, budget: str | None) -> Schedule:
     """The model's schedule, or that of another aspect or budget; says which template an aspect fell on."""
-    from toprovar.exporter.schedules import nearest_template, schedule_for
+    from toprovar.exporter.schedules import nearest_template
 
-    settings = model.settings
-    schedule = schedule_for(
-        settings.aspect if aspect is None else aspect, settings.budget if budget is None else budget
-    )
+    schedule = model.family.schedule(model, aspect, budget)
     if aspect is not None:
         height, width = schedule[-1]
         console.say(

@@ -75,7 +75,6 @@ def compare(file: ParityFile, asked: list[str] | None, backends: list[str] | Non
 
     from toprovar.exporter.codebook import check_belong_together, load_quantizer
     from toprovar.exporter.hart.load import load_hart
-    from toprovar.tools.parity_hart_graphs import observe_onnxruntime
 
     names = runs_in(file, asked)
     weights = {name: torch.from_numpy(array) for name, array in file.weights().items()}
@@ -263,6 +262,42 @@ def observe_torch(model: Hart, quantizer: Quantizer, run: HartRun) -> Arrays:
     seen["f_hat"] = done.codes.numpy()
     seen["diff/cfg"] = np.float64(guidance.cfg[-1] - 1).reshape(())
     return seen
+
+
+def observe_onnxruntime(model: Hart, quantizer: Quantizer, run: HartRun) -> Arrays:
+    """The exported bundle, teacher-forced; what it computed under the names of the parity files."""
+    from toprovar.exporter.hart.config import STEPS
+    from toprovar.exporter.hart.family import HartFamily
+    from toprovar.exporter.hart.generate import guidance_of
+    from toprovar.exporter.model import ModelFile
+    from toprovar.tools.parity_index_graphs import Recorded, observe_bundle
+
+    B, T, _ = run.text.shape
+    valid = np.zeros((2 * B, T), np.float32)
+    valid[:B], valid[B:, 0] = run.mask, 1
+    positions = np.concatenate([run.positions, np.zeros_like(run.positions)]).astype(np.float32)
+    further: Arrays = {}
+    if run.start is not None and run.steps is not None:
+        # rows to [n*n, B, d]; of the steps' noise the conditional half, without the last step's
+        start = run.start.reshape(B, -1, run.start.shape[-1])
+        steps = run.steps[:-1, : len(run.start)].reshape(len(run.steps) - 1, *start.shape)
+        further = {"residual_start": start.swapaxes(0, 1), "residual_noise": steps.swapaxes(1, 2)}
+    recorded = Recorded(
+        told={
+            "text_rows": np.concatenate([run.text, 0 * run.text]),
+            "text_valid": valid,
+            "text_positions": positions,
+        },
+        guidance=guidance_of(len(run.sides), run.cfg, top_p=run.top_p),
+        sides=run.sides,
+        indices=run.indices,
+        maps=run.maps,
+        text_tokens=T,
+        further=further,
+    )
+    family = HartFamily(bool(further), STEPS if run.steps is None else len(run.steps))
+    settings = ModelFile(transformer="parity", sides=run.sides)
+    return observe_bundle(family, model, quantizer, settings, recorded, {"raw", "logits", "next", "diff/z", "diff/out"})
 
 
 def _compare_run(file: ParityFile, run: HartRun, backend: str, seen: Arrays) -> list[Row]:

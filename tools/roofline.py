@@ -28,7 +28,7 @@ class Work:
 def step_work(manifest: Manifest, weights: Mapping[str, StoredTensor], step: Step) -> Work | None:
     """Of one run of a step, or None where its weights go by names that are not known here."""
     rows = step.images * (2 if step.guided else 1)
-    width, tokens = manifest.model.width, manifest.text.tokens
+    width, tokens = manifest.model.width, manifest.text.tokens if manifest.text else 0
     item = DTYPE_BYTES[COMPUTE_DTYPES[manifest.compute]]
     needed = [f"layers.{layer}.{part}" for layer in range(manifest.model.layers) for part in PRODUCTS]
     if not all(name in weights for name in (*needed, "head", "word_embed")):

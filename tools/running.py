@@ -87,11 +87,11 @@ def run_bundle(
     bundle = open_bundle(folder)
     if bundle.manifest.decoder is None:
         raise ToprovarError(f"bundle {folder} holds no decoder, so it makes no picture", "export it with --tokenizer")
-    text_rows, negative_rows, encoded = None, None, None
+    text_rows, text_valid, negative_rows, encoded = None, None, None, None
     if embeddings is not None:
         found = read_embeddings(embeddings)
         place = found.select(prompt, index)
-        prompt, text_rows = found.prompts[place], found.rows[place]
+        prompt, text_rows, text_valid = found.prompts[place], found.rows[place], found.valid[place]
         encoded = EncodedPrompt(prompt, int(found.valid[place].sum()), found.token_counts[place])
         if found.negative is not None and negative is None:
             negative, negative_rows, _ = found.negative
@@ -110,6 +110,7 @@ def run_bundle(
         variant,
         negative=negative,
         text_rows=text_rows,
+        text_valid=text_valid,
         negative_rows=negative_rows,
         guidance=guidance,
         on_scale=(lambda scale, codes: snapshots.append(codes.copy())) if preview_dir else None,

@@ -112,7 +112,7 @@ def prompt_work(plan: Plan, stats: Statistics, prompt: int, taken: dict[int, int
     if sats is not None and stats.guidance_gap is not None:
         rms = stats.guidance_gap[prompt]
         counts = [taken.get(k, plan.counts(k)[0]) for k in range(plan.scales)]
-        gaps = [sats.gap(float(v), n * 2 * plan.backbone.bits) for v, n in zip(rms, counts, strict=True)]
+        gaps = [sats.gap(float(v), n * plan.backbone.logits) for v, n in zip(rms, counts, strict=True)]
         ends = [k for k in sats.scales if sats.ends_guidance(gaps[k], gaps[k - 1])]
         changes["cfg_stop"] = CfgStop(mode="static", scale=ends[0] + 1) if ends else CfgStop()
     return plan.model_copy(update=changes).token_layer_equivalents

@@ -12,6 +12,7 @@ from toprovar.runtime.errors import ToprovarError
 Shapes = Mapping[str, tuple[int, ...]]
 
 PUBLISHED_SIDES = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
+STEPS = 8  # reverse steps of the residual head
 TEXT_TOKENS = 300  # every prompt is padded or cut to it; padding takes part in attention
 
 # Options of the reference code that change the arithmetic, told by a key that only they have.

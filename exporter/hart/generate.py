@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from toprovar.exporter.codebook import Quantizer
-from toprovar.exporter.hart.residual import STEPS
+from toprovar.exporter.hart.config import STEPS
 from toprovar.exporter.hart.rope import image_angles, text_angles
 from toprovar.exporter.hart.transformer import Hart, Prompt
 from toprovar.exporter.index_sampling import IndexNoise
 from toprovar.exporter.planned.images import Images
-from toprovar.exporter.planned.index_loop import IndexLoop
+from toprovar.exporter.planned.index_loop import DrawingNoise, IndexLoop
 from toprovar.exporter.planned.loop import BlockOutput, Generation, LoopOptions
 from toprovar.exporter.planned.restore import take_rows
 from toprovar.exporter.schedules import square
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
+from toprovar.runtime.noise import RESIDUAL_PLANE, normal_noise
 
 TOP_K_EARLY, TOP_K_LATE, LATE_SCALE = 600, 300, 7  # published: 600 below scale 7, 300 from there on
 
@@ -44,24 +45,18 @@ def guidance_of(
     top_p:  0 keeps all
     smooth: feeds on means of codes instead of single codes
     """
-    numbers = range(scales)
-    return Guidance(
-        cfg=tuple(1 + cfg * min(scale, scales - 2) / (scales - 1) for scale in numbers),
-        tau=(1.0,) * scales,
+    return Guidance.growing(
+        (cfg,),
+        scales,
+        "stale",
         top_p=top_p,
-        top_k=tuple(top_k[min(s, len(top_k) - 1)] if top_k else published_candidates(s) for s in numbers),
+        top_k=tuple(top_k[min(s, len(top_k) - 1)] if top_k else published_candidates(s) for s in range(scales)),
         smooth=smooth,
     )
 
 
-class Noise(Protocol):
+class Noise(DrawingNoise, Protocol):
     """Everything random of a run, for B images."""
-
-    def indices(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
-        """[B, tokens, vocabulary] uniform in [0, 1)."""
-
-    def smoothing(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
-        """[B, tokens, vocabulary] uniform in [0, 1), independent of `indices`."""
 
     def residual_start(self, tokens: int, channels: int) -> Tensor:
         """[B*tokens, channels] standard normal."""
@@ -71,22 +66,18 @@ class Noise(Protocol):
 
 
 class SeededNoise(IndexNoise):
-    """Noise from counters, for the residual head too: planes RESIDUAL onwards."""
-
-    RESIDUAL = 2**17
+    """Noise from counters, for the residual head too: planes RESIDUAL_PLANE onwards."""
 
     def _normal(self, plane: int, tokens: int, channels: int) -> Tensor:
-        """Box-Muller on neighbouring columns. Returns: [B*tokens, channels] float32."""
-        radius, angle = np.split(self.uniform(plane, tokens, 2 * channels).astype(np.float64), 2, axis=-1)
-        normal = np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * np.pi * angle)
-        return torch.from_numpy(normal.astype(np.float32)).flatten(0, 1)
+        """[B*tokens, channels]."""
+        return torch.from_numpy(np.concatenate([normal_noise(seed, plane, tokens, channels) for seed in self.seeds]))
 
     def residual_start(self, tokens: int, channels: int) -> Tensor:
-        return self._normal(self.RESIDUAL, tokens, channels)
+        return self._normal(RESIDUAL_PLANE, tokens, channels)
 
     def residual_steps(self, tokens: int, channels: int, rows: int) -> Tensor:
         # the unconditional half never reaches the picture: it takes the same numbers
-        steps = torch.stack([self._normal(self.RESIDUAL + 1 + step, tokens, channels) for step in range(STEPS)])
+        steps = torch.stack([self._normal(RESIDUAL_PLANE + 1 + step, tokens, channels) for step in range(STEPS)])
         return steps.repeat(1, rows // len(self.seeds), 1)
 
 
@@ -128,10 +119,9 @@ def generate(
     return loop.run(prompt)
 
 
-class _Loop(IndexLoop[Prompt]):
+class _Loop(IndexLoop[Prompt, Noise]):
     model: Hart
     residual: bool
-    noise: Noise | None
 
     def is_guided(self, prompt: Prompt) -> bool:
         return prompt.guided

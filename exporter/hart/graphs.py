@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from toprovar.exporter.graph_builder import GraphBuilder
-from toprovar.exporter.hart.config import HartConfig
-from toprovar.exporter.hart.residual import RESIDUAL_FACTOR, STEPS, diffusion_tables
+from toprovar.exporter.hart.config import STEPS, HartConfig
+from toprovar.exporter.hart.residual import RESIDUAL_FACTOR, diffusion_tables
 from toprovar.exporter.hart.rope import BASE
 from toprovar.exporter.planned.index_step import IndexStep
 from toprovar.exporter.planned.step import StepOptions

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toprovar.exporter.hart.config import HartConfig
+from toprovar.exporter.hart.config import STEPS, HartConfig
 
 TRAINING_STEPS = 1000
-STEPS = 8
 RESIDUAL_FACTOR = 0.6  # of the result that enters the map
 
 

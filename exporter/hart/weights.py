@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from toprovar.exporter.codebook import Quantizer, codebook_weights
 from toprovar.exporter.cosine_attention import attention_weights
-from toprovar.exporter.hart.residual import STEPS, diffusion_tables
+from toprovar.exporter.hart.config import STEPS
+from toprovar.exporter.hart.residual import diffusion_tables
 from toprovar.exporter.hart.transformer import Hart
 from toprovar.exporter.weights_file import Thunks
 

@@ -34,7 +34,6 @@ def draw_bits(logits: Tensor, noise: Tensor, limit: float) -> Tensor:
     return (noise < chance).to(torch.uint8)
 
 
-@torch.inference_mode()
 def generate(
     model: Infinity,
     prompt: Prompt,
@@ -80,6 +79,20 @@ def generate(
         rank=rank,
         small_picture=small if tokenizer is not None else None,
     )
+    return run_loop(model, prompt, schedule, guidance, noise, forced_bits, options)
+
+
+@torch.inference_mode()
+def run_loop(
+    model: Infinity,
+    prompt: Prompt,
+    schedule: Schedule,
+    guidance: Guidance,
+    noise: Noise | None = None,
+    forced_bits: Sequence[Tensor] | None = None,
+    options: LoopOptions = LoopOptions(),
+) -> Generation:
+    """`generate` with its options in one piece."""
     return _Loop(model, schedule, guidance, noise, forced_bits, options).run(prompt)
 
 

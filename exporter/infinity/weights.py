@@ -17,9 +17,6 @@ from toprovar.exporter.infinity.transformer import MAX_LOG_SCALE, Block, Infinit
 from toprovar.exporter.schedules import Schedule
 from toprovar.exporter.weights_file import Thunks
 
-# Kept in fp32 whatever the compute type: norms, modulation, embeddings, head, positions.
-ALWAYS_FP32 = ("rope_", "ada_", "scale_mul", "norm", "head", "word_embed", "pos_start", "lvl_", "cfg_uncond", "pool_")
-
 
 def _half_split(rows: Tensor, heads: int) -> Tensor:
     """Neighbouring pairs to half-split inside each head. rows: [H*D, ...]."""
@@ -115,10 +112,3 @@ def decoder_weights(tokenizer: BitTokenizer) -> Thunks:
     if tokenizer.config.rgb_shortcut:
         weights["rgb_shortcut.decode.weight"] = lambda: tokenizer.rgb_shortcut.decode.weight
     return weights
-
-
-def compute_dtype_of(name: str, compute: str) -> str:
-    """Safetensors type of an exported tensor."""
-    if compute == "F32" or any(part in name for part in ALWAYS_FP32):
-        return "F32"
-    return compute

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from toprovar.exporter.codebook import Quantizer, resize_down
-from toprovar.exporter.index_sampling import IndexNoise, draw_indices, mask_unlikely, soft_embeddings
+from toprovar.exporter.index_sampling import draw_indices, mask_unlikely, soft_embeddings
 from toprovar.exporter.planned.images import Images, Prompt
 from toprovar.exporter.planned.loop import Config, LoopOptions, PlannedLoop
 from toprovar.exporter.planned.restore import take_rows
@@ -20,7 +20,18 @@ from toprovar.runtime.guidance import Guidance
 P = TypeVar("P", bound=Prompt)
 
 
-class IndexLoop(PlannedLoop[P]):
+class DrawingNoise(Protocol):
+    def indices(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
+        """[B, tokens, vocabulary] uniform in [0, 1)."""
+
+    def smoothing(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
+        """[B, tokens, vocabulary] uniform in [0, 1), independent of `indices`."""
+
+
+N = TypeVar("N", bound=DrawingNoise)
+
+
+class IndexLoop(PlannedLoop[P], Generic[P, N]):
     """quantizer:      codebook and smoothing convolutions
     noise:          may be None where indices are forced and nothing else is random
     forced_indices: indices to use instead of drawn ones, per scale [B, L]
@@ -33,7 +44,7 @@ class IndexLoop(PlannedLoop[P]):
         quantizer: Quantizer,
         schedule: Schedule,
         guidance: Guidance,
-        noise: IndexNoise | None,
+        noise: N | None,
         forced_indices: Sequence[Tensor] | None,
         forced_maps: Mapping[int, Tensor] | None,
         options: LoopOptions,

@@ -537,6 +537,7 @@ class PlannedLoop(ABC, Generic[P]):
             values = values * depth_weight(self.places, plan.code_weight.ramp[scale])[:, :, None]
         self.drawn[places] = drawn
         code = self.code_map(values, scale)
+        self.watch("code", scale, code)
         group.before_last, group.own_codes = group.codes, code
         group.codes = group.codes + self.contribution(code, scale)
         self.out.codes = self.out.codes.index_copy(0, places, group.codes)

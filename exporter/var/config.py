@@ -41,6 +41,14 @@ class VarConfig:
     def head_width(self) -> int:
         return self.width // self.heads
 
+    @property
+    def published_sides(self) -> tuple[int, ...] | None:
+        """Sides of the published maps that this model has positions for, or None."""
+        for sides in (SIDES_256, SIDES_512):
+            if len(sides) == self.levels and sum(n * n for n in sides) == self.tokens:
+                return sides
+        return None
+
 
 def _published(depth: int, sides: tuple[int, ...], shared_ada: bool = False) -> VarConfig:
     tokens = sum(n * n for n in sides)

@@ -30,11 +30,12 @@ def guidance_of(scales: int, cfg: float = 4.0, top_k: int = 900, top_p: float = 
     top_p:  probability that stays; 0 keeps all
     smooth: feeds on means of codes instead of single codes
     """
-    return Guidance(
-        cfg=tuple(1 + cfg * scale / (scales - 1) for scale in range(scales)),
-        tau=(1.0,) * scales,
+    return Guidance.growing(
+        (cfg,),
+        scales,
+        "linear",
         top_p=top_p,
-        top_k=(top_k,) * scales,
+        top_k=(top_k,),
         smooth=smooth,
     )
 
@@ -80,7 +81,7 @@ def generate(
     return _Loop(model, quantizer, square(sides), guidance, noise, forced_indices, forced_maps, options).run(prompt)
 
 
-class _Loop(IndexLoop[Prompt]):
+class _Loop(IndexLoop[Prompt, IndexNoise]):
     def __init__(
         self,
         model: Var,

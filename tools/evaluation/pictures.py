@@ -68,7 +68,7 @@ class BundleMaker:
         from toprovar.runtime.bundle import open_bundle
         from toprovar.tools import console
 
-        options = StepOptions.for_guidance(guidance, model.config.depth, model.settings.text_tokens)
+        options = StepOptions.for_guidance(guidance, model.config.depth, model.text_tokens)
         self._pipelines: dict[str, tuple[Pipeline, str]] = {}
         shared: OnnxRuntimeBackend | None = None
         with console.progress("export") as advance:

@@ -87,6 +87,6 @@ def make_bundle(model: Model, folder: Path, compute: str, watched: tuple[str, ..
 
     begin = time.perf_counter()
     guidance = model.guidance(model.schedule)
-    options = StepOptions(text_tokens=model.settings.text_tokens, compute=compute, watched=watched)
+    options = StepOptions(text_tokens=model.text_tokens, compute=compute, watched=watched)
     export_bundle(model, folder, guidance, options, pruning_plan(model.backbone, model.schedule))
     return time.perf_counter() - begin

@@ -235,8 +235,9 @@ def _rows_for(folder: Path) -> np.ndarray:
     """Text rows of a bundle's width. Returns: [TEXT_TOKENS, width] float32."""
     from toprovar.runtime.bundle import open_bundle
 
-    width = open_bundle(folder, verify=False).manifest.text.width
-    return np.random.default_rng(1).standard_normal((TEXT_TOKENS, width), np.float32)
+    text = open_bundle(folder, verify=False).manifest.text
+    assert text is not None
+    return np.random.default_rng(1).standard_normal((TEXT_TOKENS, text.width), np.float32)
 
 
 def _demo_text(model: Any, seed: int) -> np.ndarray:
