@@ -23,12 +23,16 @@ COPY_AGAIN = "download or copy the file again and compare its size with the sour
 
 @dataclass(frozen=True)
 class Entry:
-    """One named tensor: where it lies, what it is, and how to read it."""
+    """One named tensor: where it lies, what it is, and how to read it.
+
+    is_mapped: whether `read` gives the file's own bytes, rather than a copy of them
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
+    is_mapped: bool = False
 
 
 @dataclass

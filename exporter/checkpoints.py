@@ -31,6 +31,7 @@ from toprovar.exporter.checkpoint_file import (
     unreadable,
 )
 from toprovar.exporter.int8_rows import ROW_SCALE_SUFFIX, dequantise_rows
+from toprovar.exporter.mapped_pages import release_pages
 from toprovar.exporter.safetensors_file import open_safetensors
 from toprovar.exporter.torch_file import has_torch_magic, open_torch
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
@@ -65,6 +66,19 @@ class LazyTensors(Mapping[str, "torch.Tensor"]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        return self._entries[name].shape
+
+    def converted(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in a number format: the mapped bytes themselves where the file has it, else a copy, beside which the
+        file's bytes do not stay in memory."""
+        tensor = self[name]
+        copy = tensor.to(dtype)
+        if self._entries[name].is_mapped and copy.data_ptr() != tensor.data_ptr():
+            release_pages(tensor)
+        return copy
 
     def file_of(self, name: str) -> Path:
         """The file, a shard where there are several, that holds this tensor."""
@@ -110,9 +124,10 @@ class Checkpoint:
         return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], part: str = "transformer") -> Checkpoint:
     """Open a checkpoint file, index or folder; tensor data is mapped, not read.
 
+    part:   "transformer" or "tokenizer": which of them to take from a training checkpoint that holds both
     path:   a `.safetensors`, `.pth`, `.pt` or `.bin` file, a `*.index.json`, or a folder that holds just one of these.
     Raises: ToprovarError that names the file, what was found and what was expected; EnvironmentFault without PyTorch.
     """
@@ -123,7 +138,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         file = _only_candidate(asked)
     if file.name.endswith(".json"):
         return _open_index(asked, file)
-    contents = _open_file(file, unwrap=True)
+    _refuse_lone_shard(file)
+    contents = _open_file(file, part)
     kind = "safetensors" if file.suffix == ".safetensors" else "torch"
     return _checkpoint(asked, kind, (file,), contents)
 
@@ -141,6 +157,8 @@ def check_finite(tensors: Mapping[str, torch.Tensor], what: str = "") -> None:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         values = tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor  # 8-bit floats have no isfinite
+        if torch.isfinite(values.sum()):
+            continue  # a sum passes NaN and infinity on, and needs no memory; it may also overflow, so look closer
         finite = torch.isfinite(values)
         if bool(finite.all()):
             continue
@@ -199,7 +217,36 @@ def _only_candidate(folder: Path) -> Path:
     return folder / candidates[0]
 
 
-def _open_file(path: Path, *, unwrap: bool) -> Contents:
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
+
+
+def _refuse_lone_shard(file: Path) -> None:
+    match = _SHARD.fullmatch(file.name)
+    if match and int(match[3]) > 1 and file.exists():
+        raise ToprovarError(
+            f"checkpoint {file} is one of several shards: found shard {int(match[2])} of {int(match[3])}; "
+            "expected the whole checkpoint",
+            f"pass the index, {match[1]}{match[4]}.index.json, or the folder",
+        )
+
+
+def _refuse_gap(index: Path, shards: list[str]) -> None:
+    """An index that lost some of its lines names fewer shards than their numbers promise."""
+    numbers: dict[tuple[str, int, str], set[int]] = {}
+    for shard in shards:
+        if match := _SHARD.fullmatch(shard):
+            numbers.setdefault((match[1], int(match[3]), match[4]), set()).add(int(match[2]))
+    for (stem, count, suffix), found in numbers.items():
+        missing = sorted(set(range(1, count + 1)) - found)
+        if missing:
+            raise ToprovarError(
+                f"index {index} leaves shard {missing[0]} of {count} out: found {len(found)} of {count} shards named; "
+                f"expected {stem}-{missing[0]:05d}-of-{count:05d}{suffix} too",
+                "download the index again; it does not belong to these shards",
+            )
+
+
+def _open_file(path: Path, part: str | None) -> Contents:
     """One checkpoint file, told by its name and refused if its first bytes say otherwise."""
     size = readable_size(path)
     if path.suffix not in CHECKPOINT_SUFFIXES:
@@ -221,8 +268,14 @@ def _open_file(path: Path, *, unwrap: bool) -> Contents:
                 f"checkpoint {path} holds a torch file: found magic {head[:4]!r}; expected a safetensors header",
                 f"rename it to {path.with_suffix('.pth').name}",
             )
+        if re.match(rb"\x80[\x02-\x05]", head) and head[8:9] != b"{":
+            raise ToprovarError(
+                f"checkpoint {path} is a plain pickle, which is never loaded: found {head[:8]!r}; expected a "
+                "safetensors header",
+                "save the tensors with safetensors.torch.save_file, where the pickle is trusted",
+            )
         return open_safetensors(path, size)
-    return open_torch(path, size, head, unwrap=unwrap)
+    return open_torch(path, size, head, part=part)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -277,6 +330,7 @@ def _open_index(asked: Path, index: Path) -> Checkpoint:
             f"index {index} mixes formats: found {listed(shards)}; expected safetensors or torch shards only",
             "convert the shards to one format",
         )
+    _refuse_gap(index, shards)
     for shard in shards:
         if not (index.parent / shard).is_file() and not (index.parent / shard).is_symlink():
             count = sum(other == shard for other in wanted.values())
@@ -285,7 +339,7 @@ def _open_index(asked: Path, index: Path) -> Checkpoint:
                 f"{count} tensors in this one",
                 "download the missing shard into the folder of the index",
             )
-    opened = {shard: _open_file(index.parent / shard, unwrap=False) for shard in shards}
+    opened = {shard: _open_file(index.parent / shard, None) for shard in shards}
 
     home: dict[str, str] = {}
     for shard, contents in opened.items():
@@ -317,7 +371,7 @@ def _open_index(asked: Path, index: Path) -> Checkpoint:
 
 
 def _checkpoint(asked: Path, kind: str, files: tuple[Path, ...], contents: Contents) -> Checkpoint:
-    entries = _paired_rows(contents.entries)
+    entries = _without_wrapper(_paired_rows(contents.entries), contents.notes)
     return Checkpoint(
         path=asked,
         format=kind,
@@ -328,6 +382,18 @@ def _checkpoint(asked: Path, kind: str, files: tuple[Path, ...], contents: Conte
         metadata=MappingProxyType(contents.metadata),
         notes=tuple(contents.notes),
     )
+
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def _without_wrapper(entries: dict[str, Entry], notes: list[str]) -> dict[str, Entry]:
+    """Without the prefix that a training wrapper or compiler put before every name."""
+    for prefix in WRAPPERS * 2:  # one may stand inside another
+        if entries and all(name.startswith(prefix) for name in entries):
+            notes.append(f"took {prefix!r} off every name")
+            entries = {name.removeprefix(prefix): entry for name, entry in entries.items()}
+    return entries
 
 
 def _paired_rows(entries: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -29,6 +29,11 @@ class Family(enum.Enum):
     VIDEO_TOKENIZER = "video_tokenizer"
     WORD_TEXT_ENCODER = "word_text_encoder"
 
+    @property
+    def part(self) -> str:
+        """Which part of a training checkpoint holds it."""
+        return "tokenizer" if self.value.endswith("tokenizer") else "transformer"
+
 
 # Blocks are keyed by chunk; with one chunk the prefix is `blocks.{i}`.
 _BLOCK = r"(block_chunks\.0\.module\.0|blocks\.0)"

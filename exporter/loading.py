@@ -5,13 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toprovar.exporter.checkpoints import check_finite
+from toprovar.exporter.checkpoints import LazyTensors, check_finite
 from toprovar.exporter.families import DROPPED_KEYS, Shape, expect_shapes
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 Module = TypeVar("Module", bound="nn.Module")
+
+
+def shapes_of(tensors: Mapping[str, Any]) -> dict[str, Shape]:
+    """Without reading the tensors of a checkpoint; buffers in `DROPPED_KEYS` are left out."""
+    if isinstance(tensors, LazyTensors):
+        return {name: tensors.shape_of(name) for name in tensors if name not in DROPPED_KEYS}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in DROPPED_KEYS}
+
+
+def fp32(tensors: Mapping[str, Any], name: str, what: str) -> Tensor:
+    """One tensor, checked; of a checkpoint, no more stays in memory than the tensor itself.
+
+    Raises: ToprovarError if it is not finite.
+    """
+    import torch
+
+    if isinstance(tensors, LazyTensors):
+        tensor = tensors.converted(name, torch.float32)
+    else:
+        tensor = tensors[name].float()
+    check_finite({name: tensor}, what)
+    return tensor
 
 
 def loaded(
@@ -28,7 +50,7 @@ def loaded(
     """
     import torch
 
-    shapes = {name: tuple(tensors[name].shape) for name in tensors if name not in DROPPED_KEYS}
+    shapes = shapes_of(tensors)
     with torch.device("meta"):
         model = build(shapes)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -36,7 +58,6 @@ def loaded(
         if name.endswith("zero_k_bias"):
             shapes.setdefault(name, expected[name])
     refuse(expect_shapes(shapes, expected, what))
-    state = {n: tensors[n].float() if n in tensors else torch.zeros(shape) for n, shape in expected.items()}
-    check_finite(state, what)
+    state = {n: fp32(tensors, n, what) if n in tensors else torch.zeros(shape) for n, shape in expected.items()}
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)

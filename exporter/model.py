@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from toprovar.exporter.checkpoints import Checkpoint, check_finite, open_checkpoint
+from toprovar.exporter.checkpoints import Checkpoint, open_checkpoint
 from toprovar.exporter.families import Family, canonical_tokenizer_names, expect_shapes, recognise_family
 from toprovar.exporter.family import ModelFamily
 from toprovar.exporter.family_table import FAMILIES
 from toprovar.exporter.infinity.config import config_from_shapes
 from toprovar.exporter.infinity.family import InfinityFamily
+from toprovar.exporter.loading import fp32, shapes_of
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.guidance import Guidance
@@ -132,7 +133,7 @@ def load_infinity(tensors: Mapping[str, Any], what: str, patchify: bool = False)
 
     from toprovar.exporter.infinity.transformer import Infinity
 
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = shapes_of(tensors)
     config = config_from_shapes(shapes, patchify)
     with torch.device("meta"):
         model = Infinity(config)
@@ -145,11 +146,7 @@ def load_infinity(tensors: Mapping[str, Any], what: str, patchify: bool = False)
     expect_shapes(shapes, expected, what)
     state = {}
     for name, shape in expected.items():
-        if name in tensors:
-            state[name] = tensors[name].float().reshape(shape)
-        else:
-            state[name] = torch.zeros(shape)
-    check_finite(state, what)
+        state[name] = fp32(tensors, name, what).reshape(shape) if name in tensors else torch.zeros(shape)
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
 
@@ -160,17 +157,14 @@ def load_tokenizer(tensors: Mapping[str, Any], what: str) -> BitTokenizer:
 
     from toprovar.exporter.infinity.tokenizer import BitTokenizer, tokenizer_config_from_shapes
 
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = shapes_of(tensors)
     canonical = canonical_tokenizer_names(shapes, what)
     renamed = {canonical.get(name, name): shape for name, shape in shapes.items()}
     with torch.device("meta"):
         model = BitTokenizer(tokenizer_config_from_shapes(renamed))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     expect_shapes(renamed, expected, what)
-    state = {
-        canonical.get(name, name): tensors[name].float() for name in tensors if canonical.get(name, name) in expected
-    }
-    check_finite(state, what)
+    state = {canonical[name]: fp32(tensors, name, what) for name in shapes if canonical[name] in expected}
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
 
@@ -280,7 +274,7 @@ def _check_text_encoder(
 
 
 def _expect(path: Path, family: Family) -> Checkpoint:
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, family.part)
     found = recognise_family(checkpoint.shapes, str(path))
     if found is not family:
         raise ToprovarError(

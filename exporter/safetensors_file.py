@@ -84,7 +84,8 @@ def open_safetensors(path: Path, size: int) -> Contents:
     entries = {}
     for name, (code, shape, begin, end) in spans.items():
         dtype = getattr(torch, _DTYPES[code][0])
-        entries[name] = Entry(path, shape, dtype, reader(shape, dtype, begin, end))
+        is_mapped = begin < end and (data_start + begin) % dtype.itemsize == 0
+        entries[name] = Entry(path, shape, dtype, reader(shape, dtype, begin, end), is_mapped)
     return Contents(entries, metadata)
 
 

@@ -24,8 +24,12 @@ ZIP_MAGIC = b"PK\3\4"
 
 _SAVE_TENSORS = "save the tensors alone, where the file is trusted:  torch.save(model.state_dict(), 'weights.pth')"
 
-# Where training checkpoints keep the weights, in the order in which they are looked for.
-_NESTED = (("trainer", "gpt_fsdp"), ("vae",), ("state_dict",), ("model",))
+# Where training checkpoints keep the weights, in the order in which they are looked for. Those of Infinity and VAR hold
+# transformer and tokenizer side by side.
+_PLAIN = (("state_dict",), ("model",))
+_TRANSFORMER = (("trainer", "gpt_fsdp"), ("trainer", "gpt_wo_ddp"), ("trainer", "var_wo_ddp"))
+_TOKENIZER = (("vae",), ("trainer", "vae_local"))
+NESTED = {"transformer": (*_TRANSFORMER, *_TOKENIZER, *_PLAIN), "tokenizer": (*_TOKENIZER, *_PLAIN, *_TRANSFORMER)}
 
 
 def has_torch_magic(head: bytes) -> bool:
@@ -33,11 +37,12 @@ def has_torch_magic(head: bytes) -> bool:
     return head.startswith(ZIP_MAGIC) or _is_legacy(head)
 
 
-def open_torch(path: Path, size: int, head: bytes, *, unwrap: bool) -> Contents:
+def open_torch(path: Path, size: int, head: bytes, *, part: str | None) -> Contents:
     """The tensors of a torch file; pickled objects are refused, not built.
 
-    head:   its first bytes, 64 where there are as many.
-    unwrap: look for the weights where training checkpoints keep them.
+    head: its first bytes, 64 where there are as many.
+    part: "transformer" or "tokenizer", whose weights are looked for where training checkpoints keep them; None takes
+          the file as it is.
     """
     import torch
 
@@ -80,7 +85,7 @@ def open_torch(path: Path, size: int, head: bytes, *, unwrap: bool) -> Contents:
                 f"checkpoint {path} is truncated: found {size} bytes; {first_line(fault)}", COPY_AGAIN
             ) from None
         raise _damaged(path, f"torch can't read it ({first_line(fault)})") from None
-    where, tensors = _state_dict(path, loaded, notes, unwrap=unwrap)
+    where, tensors = _state_dict(path, loaded, notes, part)
     entries = {name: _torch_entry(path, where + name, tensor, record_sizes) for name, tensor in tensors.items()}
     return Contents(entries, notes=notes)
 
@@ -184,25 +189,26 @@ def _damaged(path: Path, how: str) -> ToprovarError:
     return ToprovarError(f"checkpoint {path} is damaged: {how}", COPY_AGAIN)
 
 
-def _state_dict(path: Path, loaded: Any, notes: list[str], *, unwrap: bool) -> tuple[str, dict[str, torch.Tensor]]:
+def _state_dict(path: Path, loaded: Any, notes: list[str], part: str | None) -> tuple[str, dict[str, torch.Tensor]]:
     """(where in the file, as text; the flat state dict there)."""
     if not isinstance(loaded, dict):
         raise ToprovarError(
             f"checkpoint {path} holds no tensors by name: found a {type(loaded).__name__}; expected a dict of tensors",
             _SAVE_TENSORS,
         )
-    for keys in _NESTED if unwrap else ():
+    for keys in NESTED[part] if part else ():
         inner: Any = loaded
         for key in keys:
             inner = inner.get(key) if isinstance(inner, dict) else None
         if isinstance(inner, dict) and inner and all(_is_named_tensor(*item) for item in inner.items()):
             where = "".join(f"[{key!r}]" for key in keys)
-            beside = [str(key) for key in loaded if key != keys[0]]
+            outer = loaded[keys[0]] if len(keys) > 1 else {}
+            beside = [str(key) for key in (*loaded, *outer) if key not in keys]
             notes.append(f"took the weights from {where} in {path.name}; left out beside it: {listed(beside)}")
             return where, inner
     flat = {name: value for name, value in loaded.items() if _is_named_tensor(name, value)}
     if not flat:
-        paths = ", ".join("".join(f"[{key!r}]" for key in keys) for keys in _NESTED)
+        paths = ", ".join("".join(f"[{key!r}]" for key in keys) for keys in NESTED["transformer"])
         raise ToprovarError(
             f"checkpoint {path} holds no tensors by name: found {listed([str(key) for key in loaded])}; "
             f"expected tensors at the top, or a flat dict of them at {paths}",
@@ -232,7 +238,8 @@ def _torch_entry(path: Path, name: str, tensor: torch.Tensor, record_sizes: froz
     if record_sizes is not None and size not in record_sizes:
         raise _damaged(path, f"tensor {name} asks for {size} bytes of data; expected the size of a record in the file")
     plain = tensor.detach()
-    return Entry(path, tuple(plain.shape), plain.dtype, lambda: plain)
+    is_mapped = record_sizes is not None and plain.is_contiguous()
+    return Entry(path, tuple(plain.shape), plain.dtype, lambda: plain, is_mapped)
 
 
 def _last_line(text: str) -> str:

@@ -361,6 +361,31 @@ def encode_prompts(
     _finish(body, verbose)
 
 
+@app.command("export-text-encoder")
+def export_text_encoder(
+    encoder: Annotated[str, typer.Argument(help="Folder of a T5, or its name on the hub.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of graph and weights; an older one is replaced.")],
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest prompt; the graph pads to it.")] = 512,
+    overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace an older export.")] = True,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch an encoder named on the hub; nothing is fetched otherwise.")
+    ] = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write T5's encoder as an ONNX graph: token ids in, text rows out."""
+
+    def body() -> None:
+        console.require_packages("export-text-encoder", *EXPORT_MODULES)
+        from toprovar.tools.prompt_encoding import run_graph_export
+
+        facts = run_graph_export(encoder, tokens, out, download, overwrite, quiet=json)
+        if json:
+            console.print_json(facts)
+
+    _finish(body, verbose)
+
+
 @app.command()
 def export(
     model: ModelArgument,

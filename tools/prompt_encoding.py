@@ -9,7 +9,7 @@ from typing import Any
 
 from toprovar.calibrate.statistics import read_prompts
 from toprovar.exporter.text_encoders.encoding import KINDS, encode_all
-from toprovar.exporter.text_encoders.folder import encoder_folder, require_transformers
+from toprovar.exporter.text_encoders.folder import encoder_folder, open_encoder, require_transformers
 from toprovar.runtime.embeddings import write_embeddings
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.json_files import check_folder, check_replaceable, read_text
@@ -39,6 +39,30 @@ def _check_device(device: str) -> None:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise EnvironmentFault("PyTorch sees no CUDA GPU", "leave --device out, or install PyTorch with CUDA")
+
+
+def run_graph_export(
+    encoder: str, tokens: int, out: Path, download: bool = False, overwrite: bool = True, quiet: bool = False
+) -> dict[str, Any]:
+    """Writes T5's encoder as an ONNX graph. Returns: the facts beside it."""
+    from toprovar.exporter.output_folder import check_out
+    from toprovar.exporter.text_encoders.t5 import MAX_TOKENS, load_t5_model
+    from toprovar.exporter.text_encoders.t5_graph import FACTS_FILE, GRAPH_FILE, export_t5
+
+    started = time.perf_counter()
+    check_out(out, overwrite, FACTS_FILE)
+    if tokens > MAX_TOKENS:
+        raise ToprovarError(f"--tokens is {tokens}; T5's prompts have at most {MAX_TOKENS}", f"give 1 to {MAX_TOKENS}")
+    require_transformers()
+    files = open_encoder(encoder_folder(encoder, download), ("t5",))
+    facts = {"kind": "t5", "weights_sha256": files.weights.digest(), "tokenizer_sha256": files.tokenizer_sha256()}
+    document = export_t5(load_t5_model(files), tokens, out, facts, overwrite)
+    if not quiet:
+        console.say(
+            f"wrote {out / GRAPH_FILE} ({tokens} tokens, width {document['width']}, fp32) in "
+            f"{time.perf_counter() - started:.1f}s; it reads ids and valid, and gives rows"
+        )
+    return document
 
 
 def run_encoding(request: EncodingRequest, quiet: bool = False) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def fill(module: nn.Module, files: EncoderFiles, name_in_file: Callable[[str], l
     state = {}
     for name, other in found.items():
         assert other is not None  # expect_shapes would have refused it
-        state[name] = tensors[other].to(to)
+        state[name] = tensors.converted(other, to)
         check_finite({other: state[name]}, what)
     module.load_state_dict(state, assign=True)
     return module.eval().requires_grad_(False)
