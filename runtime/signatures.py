@@ -15,7 +15,7 @@ from toprovar.runtime.manifest import COMPUTE_DTYPES, Graph, Manifest, Step, Ten
 from toprovar.runtime.table import StepTable, rows_axis
 
 _LAYERED = re.compile(r"([kv]_past|[kv]_new|entropy)_(\d{2,4})")
-_RESIDUAL = re.compile(r"residual_(\d{2})_(\d{2,4})(?:_(?:attention|cross|ffn))?")
+_RESIDUAL = re.compile(r"residual_(\d{2,4})_(\d{2,4})(?:_(?:attention|cross|ffn))?")
 _CONTEXT = re.compile(r"context_[kv]_\d{2,4}_(\d{2,4})")
 MAX_RESIDUAL_STEPS = 1000
 HINT = "export the bundle again; a manifest is not meant to be edited by hand"
