@@ -472,7 +472,14 @@ def rebuild(
 def run(
     bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to draw.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="PNG file to write.")] = Path("image.png"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="File to write: PNG, of a video MP4 or a folder for its frames. Default: image.png or video.mp4.",
+        ),
+    ] = None,
     seed: Seed = 0,
     plan: Annotated[
         str | None, typer.Option("--plan", help="Variant: dense or planned; planned where the bundle has it.")
@@ -495,7 +502,7 @@ def run(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Make an image with a bundle. Needs numpy and one backend only."""
+    """Make an image or a video with a bundle. Needs numpy and one backend only."""
 
     def body() -> None:
         from toprovar.tools.running import run_bundle
