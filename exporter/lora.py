@@ -171,10 +171,9 @@ def merge_lora(
         reports.append(report)
         lines.append(f"lora {digest} {file.scale!r}")
     entries = {name: checkpoint.tensors.entry(name) for name in checkpoint.tensors}
-    for name, found in parts.items():
-        entries[name] = Entry(
-            entries[name].file, entries[name].shape, torch.float32, _merged(entries[name], found, name)
-        )
+    for name, changes in parts.items():
+        entry = entries[name]
+        entries[name] = Entry(entry.file, entry.shape, torch.float32, _merged(entry, changes, name))
     return (
         replace(
             checkpoint,
