@@ -67,6 +67,9 @@ def autoencoder_from_shapes(shapes: Mapping[str, tuple[int, ...]], kind: str) ->
             )
         return shape
 
+    def attends(site: str) -> bool:
+        return any(f"decoder.{site}.{part}.conv.weight" in shapes for part in ("qkv", "q"))
+
     channels = kernel("decoder.conv_in.conv.weight")[1]
     levels = count("decoder.up.")
     blocks = count("decoder.up.0.block.")
@@ -80,8 +83,8 @@ def autoencoder_from_shapes(shapes: Mapping[str, tuple[int, ...]], kind: str) ->
         channels=channels,
         widths=widths,
         res_blocks=blocks - 1,
-        attention_levels=tuple(i for i in range(levels) if f"decoder.up.{i}.attn.0.qkv.conv.weight" in shapes),
-        middle_attention="decoder.mid.attn_1.qkv.conv.weight" in shapes,
+        attention_levels=tuple(i for i in range(levels) if attends(f"up.{i}.attn.0")),
+        middle_attention=attends("mid.attn_1"),
     )
 
 

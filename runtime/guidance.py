@@ -18,6 +18,20 @@ Growth = Literal["none", "linear", "stale"]
 UNLIMITED = 1e4  # a logit no bit reaches: nothing is cut off
 
 
+class Projection(BaseModel):
+    """Adaptive projected guidance: a bounded difference of the rows, without its part along the conditional logits.
+
+    norm_threshold: bound of the difference's root mean square; 0 for none
+    eta:            share that is kept of the part along the conditional logits
+    Source:         adaptive projected guidance (arXiv 2410.02416)
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    norm_threshold: Annotated[float, Field(ge=0, le=1000)] = 0.05
+    eta: Annotated[float, Field(ge=0, le=1000)] = 0.0
+
+
 class Guidance(BaseModel):
     """How rows are mixed and tokens drawn.
 
@@ -28,6 +42,7 @@ class Guidance(BaseModel):
     smooth:    those families feed on means of codes instead of single codes
     growth:    how one number t stands for all scales: none: cfg = t; linear: cfg - 1 grows from 0 to t; stale:
                likewise, and the last scale keeps that of the one before (VAR and HART, whose papers speak of t)
+    projection: of the rows' difference on logits; None for the plain one
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -39,6 +54,7 @@ class Guidance(BaseModel):
     top_k: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...] = ()
     smooth: bool = False
     growth: Growth = "none"
+    projection: Projection | None = None
 
     @classmethod
     def growing(

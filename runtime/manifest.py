@@ -214,6 +214,21 @@ class EngineSet(Part):
         return next((engine for engine in self.engines if engine.graph == graph), None)
 
 
+class Video(Part):
+    """Of a bundle that draws videos; its `decoder` makes the first frames.
+
+    maps:              of codes over time; they lie on top of one another in `code_shape`
+    fps:               frames per second that the model was trained at
+    following:         decoder of every further chunk of maps; takes past_## from past_next_## of the chunk before
+    first_from_second: the first frame is shown as a copy of the second
+    """
+
+    maps: Annotated[int, Field(ge=1, le=65536)]
+    fps: Annotated[float, Field(gt=0, le=1000)]
+    following: Graph | None = None
+    first_from_second: bool = False
+
+
 class Manifest(Part):
     """text, classes: a prompt is text, or the number of one of so many classes
     kv_head: heads of keys and values, and their width
@@ -237,6 +252,7 @@ class Manifest(Part):
     prompt: Graph
     decoder: Graph | None
     small_decoder: Graph | None = None
+    video: Video | None = None
     decisions: tuple[Decision, ...] = ()
     variants: dict[str, tuple[Step, ...]]
     plan_file: str | None = None
@@ -274,14 +290,16 @@ class Manifest(Part):
         """Every ONNX file of the bundle, in the order in which they run; the decoders last."""
         encoder = self.text.encoder if self.text else None
         steps = [step.graph for steps in self.variants.values() for step in steps]
-        named = (encoder.graph if encoder else None, self.prompt, *steps, self.small_decoder, self.decoder)
+        decoders = (self.small_decoder, self.decoder, self.video.following if self.video else None)
+        named = (encoder.graph if encoder else None, self.prompt, *steps, *decoders)
         return {graph.file: graph for graph in named if graph is not None}
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
         named = {self.weights_file, self.prompt.file}
         named |= {step.graph.file for steps in self.variants.values() for step in steps}
-        named |= {graph.file for graph in (self.decoder, self.small_decoder) if graph}
+        decoders = (self.decoder, self.small_decoder, self.video.following if self.video else None)
+        named |= {graph.file for graph in decoders if graph}
         named |= {self.plan_file} if self.plan_file else set()
         if self.text and self.text.encoder:
             named |= {self.text.encoder.vocabulary, self.text.encoder.graph.file}
@@ -291,6 +309,7 @@ class Manifest(Part):
         if missing:
             raise ValueError(f"file {missing[0]} is used but has no entry under files")
         self._check_engines()
+        self._check_video()
         if "dense" not in self.variants:
             raise ValueError("a bundle needs the variant dense")
         for name, steps in self.variants.items():
@@ -305,6 +324,16 @@ class Manifest(Part):
         if len(self.guidance.cfg) != len(self.schedule) or len(self.guidance.tau) != len(self.schedule):
             raise ValueError("guidance must give one cfg and one tau per scale")
         return self
+
+    def _check_video(self) -> None:
+        if self.video is None or self.decoder is None:
+            return
+        maps, height = self.video.maps, self.code_shape[1]
+        chunks = [graph.inputs["codes"].shape[2:3] for graph in (self.decoder, self.video.following) if graph]
+        first, *others = [chunk[0] if chunk else 0 for chunk in chunks]
+        rest = maps - first
+        if first < 1 or rest < 0 or (rest and (not others or others[0] < 1 or rest % others[0])) or height % maps:
+            raise ValueError(f"decoders of {chunks} maps do not make a video of {maps} maps of codes")
 
     def _check_engines(self) -> None:
         graphs = self.graphs

@@ -38,6 +38,7 @@ from toprovar.runtime.noise import (
 )
 from toprovar.runtime.table import StepTable
 from toprovar.runtime.text import Conditions, EncodedPrompt
+from toprovar.runtime.video_decoding import decoded_frames
 
 
 class Backend(Protocol):
@@ -69,7 +70,7 @@ class StepRecord:
 class Result:
     """image: uint8 [H, W, 3], or None without a decoder; codes [d, h, w]; bits per scale [N, bits] uint8, 255 where
     none was drawn; families with a codebook have indices [N] int32 instead, -1 where none was drawn; decisions:
-    (scale, what, value) as they were taken."""
+    (scale, what, value) as they were taken; frames: [T, H, W, 3] of a video, in place of the image."""
 
     image: np.ndarray | None
     codes: np.ndarray
@@ -79,6 +80,7 @@ class Result:
     prompt: EncodedPrompt | None
     decisions: list[tuple[int, str, float | str]] = field(default_factory=list)
     indices: list[np.ndarray] = field(default_factory=list)
+    frames: np.ndarray | None = None
 
 
 @dataclass
@@ -136,7 +138,8 @@ class Pipeline:
 
     def _load(self, steps: Iterable[Step], *further: Graph | None) -> None:
         manifest = self.manifest
-        for graph in (manifest.prompt, manifest.decoder, *further, *(step.graph for step in steps)):
+        following = manifest.video.following if manifest.video else None
+        for graph in (manifest.prompt, manifest.decoder, following, *further, *(step.graph for step in steps)):
             if graph is not None:
                 self.backend.prepare(graph)
         self._conditions.prepare()
@@ -220,19 +223,33 @@ class Pipeline:
         tensors = {name: memory.empty(facts.shape, facts.dtype) for name, facts in prompt.outputs.items()}
         self.backend.run(prompt, {name: memory.place(told[name]) for name in prompt.inputs}, tensors)
         prompt_ms = (time.perf_counter() - begin) * 1e3 - text_ms
-        return _Picture(request, encoded, tensors, {"load": load_ms, "text": text_ms, "prompt": prompt_ms})
+        latency_ms = {"load": load_ms, "text": text_ms, "prompt": prompt_ms}
+        tokens = int(told["text_valid"].sum(1).max()) if "text_valid" in told else 0
+        return _Picture(request, encoded, tensors, latency_ms, tokens)
 
     def _finished(self, picture: _Picture) -> Result:
         picture.latency_ms["steps"] = sum(record.latency_ms for record in picture.steps)
         begin = time.perf_counter()
-        image = self._decoded(picture.codes) if self.manifest.decoder else None
+        image, frames = None, None
         codes = self.backend.memory.read(picture.codes)[0]
+        if self.manifest.decoder and self.manifest.video:
+            frames = decoded_frames(self.backend, self.manifest.decoder, self.manifest.video, codes)
+            image, frames = (frames[0], None) if len(frames) == 1 else (None, frames)
+        elif self.manifest.decoder:
+            image = self._decoded(picture.codes)
         picture.latency_ms["decode"] = (time.perf_counter() - begin) * 1e3
         bits, indices = ([], picture.drawn) if self.manifest.model.draws_indices else (picture.drawn, [])
-        return Result(image, codes, bits, picture.steps, picture.latency_ms, picture.prompt, picture.decisions, indices)
+        return Result(
+            image, codes, bits, picture.steps, picture.latency_ms, picture.prompt, picture.decisions, indices, frames
+        )
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """codes [d, h, w] -> picture [H, W, 3] uint8."""
+        """codes [d, h, w] -> picture [H, W, 3] uint8. Raises: ToprovarError if the bundle draws videos."""
+        if self.manifest.video:
+            raise ToprovarError(
+                f"bundle {self.bundle.folder} draws videos; single pictures of their codes are not made",
+                "make the whole video with generate",
+            )
         with self.backend.memory.scope():
             return self._decoded(self.backend.memory.place(codes[None].astype(np.float32)))
 
@@ -248,12 +265,16 @@ class Pipeline:
 
 @dataclass
 class _Picture:
-    """One image while it is made. tensors: what the prompt graph gave; codes: [1, d, h, w]; both are buffers."""
+    """One image while it is made. tensors: what the prompt graph gave; codes: [1, d, h, w]; both are buffers.
+
+    text_tokens: of the longer of its rows
+    """
 
     request: Request
     prompt: EncodedPrompt | None
     tensors: dict[str, Any]
     latency_ms: dict[str, float]
+    text_tokens: int
     codes: Any = None
     drawn: list[np.ndarray] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -349,7 +370,7 @@ class _Run:
         group.carried, group.own_codes = outputs.get("score_next"), outputs.get("own_codes")
         for layer, count in enumerate(step.counts):
             group.filled[layer] += count + step.along
-        group.residuals |= {name: buffer for name, buffer in outputs.items() if name.startswith("residual_")}
+        group.residuals |= {name: buffer for name, buffer in outputs.items() if name.startswith(CARRIED)}
         group.residuals = {n: b for n, b in group.residuals.items() if self.last_use.get(n, -1) > step.scale}
         noted = {name: buffer for name, buffer in outputs.items() if _is_noted(name, step)}
         self.ran.append(_Ran(group.places, step, 0.0, group.codes, noted))
@@ -378,10 +399,14 @@ class _Run:
             "cfg": place(np.array([self.guidance.cfg[scale]], np.float32)),
             "tau": place(np.array([self.guidance.tau[scale]], np.float32)),
             "bit_limit": self.limit,
+            "pass_index": place(np.array([scale], np.float32)),
             **group.prompt,
             **group.residuals,
         }
         inputs |= self._further_noise(group, step)
+        for name, facts in step.graph.inputs.items():
+            if facts.is_open and name in group.prompt:  # without padding
+                inputs[name] = group.prompt[name][: self.pictures[group.places[0]].text_tokens]
         if group.carried is not None:
             inputs["score"] = group.carried
         if group.own_codes is not None:
@@ -482,7 +507,7 @@ class _Run:
         if decision is None or rms is None:
             return [False] * group.count
         drawn, gaps = self._seen(group, outputs[self.manifest.drawn[0]]), self.memory.read(rms)
-        each = self.manifest.model.logits // drawn.shape[-1]  # logits of every number that was drawn
+        each = self.manifest.model.logits if self.manifest.model.draws_indices else 2  # of every number that was drawn
         logits = [each * int((drawn[:, i] >= 0).sum()) for i in range(group.count)]
         group.gap = [decision.gap(float(value), count) for value, count in zip(gaps, logits, strict=True)]
         if before is None or step.scale not in decision.scales:
@@ -504,6 +529,10 @@ def _further_noise(name: str, seed: int, step: Step, shape: tuple[int, ...]) -> 
     if name == "residual_start":
         return normal_noise(seed, RESIDUAL_PLANE, tokens, columns)
     return np.stack([normal_noise(seed, RESIDUAL_PLANE + 1 + k, tokens, columns) for k in range(shape[0])])
+
+
+# outputs of a step that later ones take by the same name: residuals, and keys of a video's clip for the next one
+CARRIED = ("residual_", "context_")
 
 
 def _is_noted(name: str, step: Step) -> bool:

@@ -8,19 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = ["plugins", "runtime", "exporter", "calibrate", "tools"]  # bottom up
-HEAVY = {
-    "torch",
-    "onnx",
-    "onnx_ir",
-    "onnxruntime",
-    "skimage",
-    "matplotlib",
-    "jinja2",
-    "triton",
-    "tensorrt",
-    "cuda",
-    "av",
-}
+HEAVY = {"torch", "onnx", "onnx_ir", "onnxruntime", "skimage", "matplotlib", "jinja2", "triton", "tensorrt", "cuda"}
+HEAVY |= {"av"}
 
 
 def sources():

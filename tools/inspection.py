@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     from toprovar.exporter.infinity.tokenizer import tokenizer_config_from_shapes
     from toprovar.exporter.infinitystar.config import config_from_shapes as star_config_from_shapes
     from toprovar.exporter.var.config import config_from_shapes as var_config_from_shapes
+    from toprovar.exporter.video_tokenizer.config import video_config_from_shapes
+    from toprovar.exporter.vq_tokenizer.config import vq_config_from_shapes
 
     checkpoint = open_checkpoint(path)
     family = recognise_family(checkpoint.shapes, str(path))
@@ -80,6 +83,13 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         found = tokenizer_config_from_shapes({names.get(n, n): s for n, s in checkpoint.shapes.items()})
         facts["config"] = {name: getattr(found, name) for name in found.__dataclass_fields__}
         facts["config"]["stride"] = found.stride
+    elif family is Family.VQ_TOKENIZER:
+        names = canonical_tokenizer_names(checkpoint.shapes, str(path))
+        vq = vq_config_from_shapes({names.get(n, n): s for n, s in checkpoint.shapes.items()})
+        facts["config"] = {**asdict(vq.shape), "kernel": vq.kernel, "encoder": vq.encoder, "stride": vq.stride}
+    elif family is Family.VIDEO_TOKENIZER:
+        video = video_config_from_shapes({n.removeprefix("vae."): s for n, s in checkpoint.shapes.items()})
+        facts["config"] = {**asdict(video), "stride": video.stride, "frames_per_code": video.frames_per_code}
     return facts
 
 

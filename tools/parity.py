@@ -27,7 +27,12 @@ from toprovar.tools import console
 from toprovar.tools.parity_file import MAKE_AGAIN, ParityFile, RecordedRun, open_parity_file, read_run, runs_in
 from toprovar.tools.parity_observe import Arrays, observe_onnxruntime, observe_torch
 from toprovar.tools.parity_report import KINDS, Report, Row, absent, compare_array
-from toprovar.tools.parity_tokenizer import inputs_of, observe_tokenizer_onnxruntime, observe_tokenizer_torch
+from toprovar.tools.parity_tokenizer import (
+    clamped_alike,
+    inputs_of,
+    observe_tokenizer_onnxruntime,
+    observe_tokenizer_torch,
+)
 
 BACKENDS = ("torch", "onnxruntime")
 
@@ -36,6 +41,8 @@ FAMILY_MODULES = {
     Family.HART: "toprovar.tools.parity_hart",
     Family.INFINITYSTAR: "toprovar.tools.parity_infinitystar",
     Family.VAR: "toprovar.tools.parity_var",
+    Family.VQ_TOKENIZER: "toprovar.tools.parity_decoders",
+    Family.VIDEO_TOKENIZER: "toprovar.tools.parity_decoders",
 }
 
 
@@ -204,17 +211,8 @@ def _compare_tokenizer(file: ParityFile, backends: list[str], report: Report) ->
                 continue
             found, expected, note = seen[name], file.read(name), ""
             if name == "dec/x":
-                found, expected, note = _clamped_alike(found, expected, backend)
+                found, expected, note = clamped_alike(found, expected, backend)
             report.rows.append(_with_note(compare_array(backend, "", name, found, expected), note))
-
-
-def _clamped_alike(found: np.ndarray, expected: np.ndarray, backend: str) -> tuple[np.ndarray, np.ndarray, str]:
-    """The exported decoder clamps its picture to [-1, 1], the PyTorch one is asked not to; recordings do either."""
-    if not (np.abs(expected) > 1).any():
-        return found.clip(-1, 1), expected, ""
-    if backend == "onnxruntime":
-        return found, expected.clip(-1, 1), "recording clamped as the exported graph"
-    return found, expected, ""
 
 
 # -- command line ------------------------------------------------------------------------------------------------------

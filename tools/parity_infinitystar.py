@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toprovar.exporter.infinitystar.rope import text_angles
+from toprovar.exporter.infinitystar.rope import map_angles, text_angles
 from toprovar.exporter.infinitystar.schedule import VideoSchedule, check_detail_size
 from toprovar.runtime.errors import ToprovarError
+from toprovar.runtime.guidance import Guidance, Projection
 from toprovar.tools.parity_file import (
     MAKE_AGAIN,
     MAX_MAP_SIDE,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toprovar.exporter.infinitystar.config import InfinityStarConfig
-    from toprovar.exporter.infinitystar.guidance import StarGuidance
     from toprovar.exporter.infinitystar.transformer import InfinityStar
 
 Arrays = dict[str, np.ndarray]
@@ -59,7 +59,7 @@ class StarRun:
 
     name: str
     schedule: VideoSchedule
-    guidance: StarGuidance
+    guidance: Guidance
     text: np.ndarray
     negative: np.ndarray | None
     bits: list[np.ndarray]
@@ -79,16 +79,17 @@ def compare(file: ParityFile, asked: list[str] | None, backends: list[str] | Non
     import torch
 
     from toprovar.exporter.infinitystar.load import load_infinitystar
+    from toprovar.tools.parity_infinitystar_graphs import observe_onnxruntime
 
     names = runs_in(file, asked)
     weights = {name: torch.from_numpy(array) for name, array in file.weights().items()}
     model = load_infinitystar(weights, str(file.path))
     runs = [read_run(file, name, model.config) for name in names]
     strangers = {"w", *_present(file)}
-    for backend in backends or ("torch",):
+    for backend in backends or ("torch", "onnxruntime"):
+        observe = {"torch": observe_torch, "onnxruntime": observe_onnxruntime}[backend]
         for run in runs:
-            seen = observe_torch(model, run) if backend == "torch" else {}
-            report.rows.extend(_compare_run(file, run, backend, seen))
+            report.rows.extend(_compare_run(file, run, backend, observe(model, run)))
         for array in sorted(file.shapes):
             if array == ROPE_TEXT and backend == "torch":
                 report.rows.append(_compare_rope_text(file, model.config.head_width))
@@ -205,24 +206,21 @@ def _is_map(entry: Any) -> bool:
     return isinstance(entry, list) and len(entry) == 3 and all(type(n) is int and 1 <= n <= MAX_MAP_SIDE for n in entry)
 
 
-def _guidance(file: ParityFile, name: str, settings: dict[str, Any], schedule: VideoSchedule) -> StarGuidance:
+def _guidance(file: ParityFile, name: str, settings: dict[str, Any], schedule: VideoSchedule) -> Guidance:
     """Adaptive projected guidance where the settings have its threshold or share, else classic guidance."""
-    from toprovar.exporter.infinitystar.guidance import StarGuidance, per_map
-
     lists = {}
     for key, lowest in (("scale", 0.0), ("tau", 1e-3)):
         value = settings.get(key)
         items = value if isinstance(value, list) and value else [value]
         numbers = [read_number(file, {key: item}, key, lowest, 1000) for item in items]
-        lists[key] = per_map(numbers, schedule, f"{file.path}: meta.{name}.{key}")
-    is_apg = "norm_threshold" in settings or "eta" in settings
-    return StarGuidance(
-        lists["scale"],
-        lists["tau"],
-        "apg" if is_apg else "cfg",
-        read_number(file, settings, "norm_threshold", 0, 1000, default=0.0),
-        read_number(file, settings, "eta", 0, 1000, default=0.0),
-    )
+        lists[key] = schedule.per_pass(numbers, f"{file.path}: meta.{name}.{key}")
+    projection = None
+    if "norm_threshold" in settings or "eta" in settings:
+        projection = Projection(
+            norm_threshold=read_number(file, settings, "norm_threshold", 0, 1000, default=0.0),
+            eta=read_number(file, settings, "eta", 0, 1000, default=0.0),
+        )
+    return Guidance(cfg=lists["scale"], tau=lists["tau"], top_p=0, projection=projection)
 
 
 def _bits(file: ParityFile, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -243,30 +241,58 @@ def observe_torch(model: InfinityStar, run: StarRun) -> Arrays:
     """The PyTorch loop, teacher-forced; what it computed under the names of the parity files."""
     import torch
 
+    from toprovar.exporter.infinitystar.codes import latent_video
     from toprovar.exporter.infinitystar.generate import generate
+    from toprovar.exporter.planned.loop import LoopOptions
 
     wanted = {array.partition("/")[0] for array in run.recorded}
-    seen: Arrays = {}
+    seen = expected_angles(run, model.config.head_width)
 
     def observe(name: str, where: int | str, tensor: Tensor) -> None:
-        names = [name, *(["blockN"] if name == f"block{model.config.depth - 1}" else [])]
-        seen.update({f"{known}/{where}": tensor.numpy() for known in names if known in wanted})
+        if name in wanted and name != "next":
+            seen[f"{name}/{where}"] = tensor.numpy()
+        if name == "logits":
+            seen[f"prob/{where}"] = chances(tensor.numpy())
 
     negatives = None if run.negative is None else [torch.from_numpy(run.negative)]
     with torch.inference_mode():
         prompt = model.prompt([torch.from_numpy(run.text)], negatives, run.guided, observe)
-    observe("in", "text", prompt.rows)
+    observe("in", "text", prompt.embedded)
+    if f"block{model.config.depth - 1}/text" in seen:
+        seen["blockN/text"] = seen[f"block{model.config.depth - 1}/text"]
+    given = [torch.from_numpy(array) for array in run.bits]
     done = generate(
         model,
         prompt,
         run.schedule,
         run.guidance,
-        given_bits=[torch.from_numpy(array) for array in run.bits],
-        passes=len(run.bits),
-        observe=observe,
+        given_bits=given,
+        options=LoopOptions(scales=len(given), observe=observe),
     )
-    seen["codes"] = done.latent.numpy()
+    seen["codes"] = recorded_part(latent_video(done.codes, run.schedule).numpy(), run)
     return seen
+
+
+def chances(logits: np.ndarray) -> np.ndarray:
+    """Of zero and one, [pairs, 2]. logits: [1, L, 2*bits]."""
+    pairs = logits.reshape(-1, 2)
+    chance = np.exp(pairs - pairs.max(-1, keepdims=True))
+    return chance / chance.sum(-1, keepdims=True)
+
+
+def expected_angles(run: StarRun, head_width: int) -> Arrays:
+    """Cosines and sines of the passes that ran."""
+    found = {}
+    for step in run.schedule.passes()[: len(run.bits)]:
+        angles = map_angles(step, run.schedule.last, head_width)
+        found[f"rope/{step.index}"] = np.stack([np.cos(angles), np.sin(angles)])
+    return found
+
+
+def recorded_part(latent: np.ndarray, run: StarRun) -> np.ndarray:
+    """The frames of the clips that were begun. latent: [1, d, F, H, W]."""
+    last = run.schedule.passes()[len(run.bits) - 1]
+    return latent[:, :, : last.first_frame + last.frames]
 
 
 def _compare_run(file: ParityFile, run: StarRun, backend: str, seen: Arrays) -> list[Row]:

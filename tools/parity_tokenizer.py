@@ -85,6 +85,15 @@ def observe_tokenizer_onnxruntime(model: BitTokenizer, file: ParityFile) -> Arra
         return {"dec/x": session.run(None, {"codes": z})[0]}
 
 
+def clamped_alike(found: np.ndarray, expected: np.ndarray, backend: str) -> tuple[np.ndarray, np.ndarray, str]:
+    """The exported decoder clamps its picture to [-1, 1], the PyTorch one is asked not to; recordings do either."""
+    if not (np.abs(expected) > 1).any():
+        return found.clip(-1, 1), expected, ""
+    if backend == "onnxruntime":
+        return found, expected.clip(-1, 1), "recording clamped as the exported graph"
+    return found, expected, ""
+
+
 def _latent(file: ParityFile, name: str, channels: int) -> np.ndarray:
     """[B, d, h, w]; a time axis of 1 is taken out."""
     z = file.read(name)

@@ -25,6 +25,11 @@ def _rms(g: GraphBuilder, x: ir.Value, weight: str) -> ir.Value:
     return g.Mul(g.Div(x, g.Sqrt(g.Add(square, np.float32(1e-6)))), g.weight(weight))
 
 
+def _wide(g: GraphBuilder, x: ir.Value, name: str) -> ir.Value:
+    """x @ W + b in fp32."""
+    return g.Add(g.MatMul(x, g.weight(name)), g.weight(f"{name}_bias"))
+
+
 def _silu(g: GraphBuilder, x: ir.Value) -> ir.Value:
     return g.Mul(x, g.Sigmoid(x))
 
@@ -42,11 +47,11 @@ def prompt_graph(config: HartConfig, layout: WeightsLayout, options: StepOptions
     rows = g.input("text_rows", (R, T, config.text_width))
     valid = g.reshape(g.input("text_valid", (R, T)), (R, T, 1))
     positions = g.Transpose(g.input("text_positions", (R, T)), perm=[1, 0])  # [T, R]
-    embedded = g.Add(g.MatMul(_rms(g, rows, "context_norm"), g.weight("context_embed")), g.weight("context_embed_bias"))
+    embedded = _wide(g, _rms(g, rows, "context_norm"), "context_embed")
     total = g.ReduceSum(g.Mul(embedded, valid), [1], keepdims=0)
     mean = g.Div(total, g.ReduceSum(valid, [1], keepdims=0))  # [R, C]
     largest = g.ReduceMax(embedded, [1], keepdims=0)
-    head = g.Add(g.MatMul(_silu(g, largest), g.weight("head_ada")), g.weight("head_ada_bias"))
+    head = _wide(g, _silu(g, largest), "head_ada")
     frequencies = 1.0 / BASE ** (np.arange(0, D, 2, dtype=np.float32) / D)
     angles = g.Mul(g.reshape(positions, (T, R, 1)), g.constant(np.tile(frequencies, 2)))
     g.output(g.Transpose(embedded, perm=[1, 0, 2]), "embedded", (T, R, C))
@@ -167,7 +172,7 @@ class _Step(IndexStep):
         if rows < self.R:
             modulation = g.Slice(modulation, [0], [rows], [1])
         scale, shift = g.split(modulation, 0, [1, 1])
-        return g.Add(g.MatMul(self._modulated(x, "head_norm", scale, shift), g.weight("head")), g.weight("head_bias"))
+        return _wide(g, self._modulated(x, "head_norm", scale, shift), "head")
 
     def draw(self, x: ir.Value, logits: ir.Value, drawn_at: ir.Value | None) -> tuple[ir.Value, ir.Value]:
         drawn, values = super().draw(x, logits, drawn_at)
@@ -190,10 +195,10 @@ class _Step(IndexStep):
         Returns: [n, B, d].
         """
         g, B, d, N, R = self.g, self.B, self.config.code_channels, self.L, self.R
-        embedded = g.Add(g.MatMul(self.both(tokens), g.weight("word_embed")), g.weight("word_embed_bias"))
+        embedded = _wide(g, self.both(tokens), "word_embed")
         z = _rms(g, g.Add(x, embedded), "decoder_norm")
         self.watch("diff/z", z, (N, R, self.config.width))
-        condition = g.Add(g.MatMul(z, g.weight("residual.cond")), g.weight("residual.cond_bias"))  # [N, R, W]
+        condition = _wide(g, z, "residual.cond")  # [N, R, W]
         state = g.input("residual_start", (N, B, d))
         steps = self.steps
         noises = [
@@ -233,15 +238,15 @@ class _Step(IndexStep):
         """x: [N, R, d]; y: [N, R, W] behind SiLU. Returns: [N, R, 2d]."""
         g, W = self.g, self.config.residual_width
         ones, zeros = np.ones(W, np.float32), np.zeros(W, np.float32)
-        h = g.linear(x, "residual.input", "residual.input_bias")
+        h = _wide(g, x, "residual.input")
         for j in range(self.config.residual_depth):
             p = f"residual.blocks.{j}"
-            shift, scale, gate = g.split(g.linear(y, f"{p}.ada", f"{p}.ada_bias"), 2, [W] * 3)
+            shift, scale, gate = g.split(_wide(g, y, f"{p}.ada"), 2, [W] * 3)
             normal = g.LayerNormalization(h, g.weight(f"{p}.norm"), g.weight(f"{p}.norm_bias"), epsilon=1e-6)
             inner = g.Add(g.Mul(normal, g.Add(scale, np.float32(1))), shift)
-            inner = _silu(g, g.linear(inner, f"{p}.mlp.0", f"{p}.mlp.0_bias"))
-            h = g.Add(h, g.Mul(gate, g.linear(inner, f"{p}.mlp.2", f"{p}.mlp.2_bias")))
-        shift, scale = g.split(g.linear(y, "residual.ada", "residual.ada_bias"), 2, [W] * 2)
+            inner = _silu(g, _wide(g, inner, f"{p}.mlp.0"))
+            h = g.Add(h, g.Mul(gate, _wide(g, inner, f"{p}.mlp.2")))
+        shift, scale = g.split(_wide(g, y, "residual.ada"), 2, [W] * 2)
         normal = g.LayerNormalization(h, ones, zeros, epsilon=1e-6)
         h = g.Add(g.Mul(normal, g.Add(scale, np.float32(1))), shift)
-        return g.linear(h, "residual.output", "residual.output_bias")
+        return _wide(g, h, "residual.output")

@@ -37,6 +37,11 @@ class InfinityStarConfig:
     semantic_bits: int
     chunks: int = 1
 
+    @property
+    def code_channels(self) -> int:
+        """Channels of the tokenizer's latent."""
+        return self.detail_bits
+
     def block_prefix(self, layer: int) -> str:
         if self.chunks == 1:
             return f"blocks.{layer}"

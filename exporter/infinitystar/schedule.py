@@ -8,7 +8,7 @@ Source: FoundationVision/InfinityStar, infinity/schedules/dynamic_resolution.py 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -85,6 +85,11 @@ class Pass:
         return self.height, self.width
 
     @property
+    def flat(self) -> tuple[int, int]:
+        """Height and width of the frames on top of one another: how plans and bundles see the map."""
+        return self.frames * self.height, self.width
+
+    @property
     def tokens(self) -> int:
         return self.frames * self.height * self.width
 
@@ -133,6 +138,30 @@ class VideoSchedule:
     def last(self) -> tuple[int, int]:
         """Height and width of the latent."""
         return self.entries[-1][1:]
+
+    @property
+    def frames(self) -> int:
+        """Of the latent."""
+        return sum(self.clips)
+
+    @property
+    def flat(self) -> tuple[tuple[int, int], ...]:
+        """Every pass as a map; what plans and bundles call a scale is a pass."""
+        return tuple(step.flat for step in self.passes())
+
+    def per_pass(self, values: Sequence[float], what: str) -> tuple[float, ...]:
+        """One value for all, one per map over all clips, or one per pass. Raises: ToprovarError for another number."""
+        steps, count = self.passes(), len(self.entries)
+        if len(values) == 1:
+            return tuple(values) * len(steps)
+        if len(values) == len(steps):
+            return tuple(values)
+        if len(values) != count:
+            raise ToprovarError(
+                f"{what} has {len(values)} values; the schedule has {count} maps and {len(steps)} passes",
+                f"give one value, or {count} of them",
+            )
+        return tuple(values[step.entry] for step in steps)
 
     def passes(self) -> tuple[Pass, ...]:
         found: list[Pass] = []
@@ -211,6 +240,47 @@ def video_schedule(aspect: float = 0.5625, budget: str = "0.40M", frames: int = 
     scales = BUDGET_SCALES[budget]
     maps = TEMPLATES[nearest_template(aspect)][:scales]
     entries = tuple((count, *pair) for count in clips_of(frames) for pair in maps)
-    return VideoSchedule(
-        entries, (3,) * scales, tuple([3] * 12 + [2, 1, 1])[:scales], SEMANTIC_SCALES[budget]
-    )  # fmt: skip
+    return VideoSchedule(entries, *_repetitions(scales), SEMANTIC_SCALES[budget])
+
+
+def _repetitions(scales: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Published passes per map, of the image clip and of the others."""
+    return (3,) * scales, (3,) * min(scales, 12) + (2, 1, 1)[: max(scales - 12, 0)]
+
+
+def square_schedule(sides: Sequence[int], frames: int) -> VideoSchedule:
+    """Square maps of other sides than the published ones; all but the last are semantic, at most eleven."""
+    entries = tuple((count, side, side) for count in clips_of(frames) for side in sides)
+    return VideoSchedule(entries, *_repetitions(len(sides)), min(len(sides) - 1, 11))
+
+
+def schedule_of(flat: Sequence[tuple[int, int]], candidates: Sequence[VideoSchedule]) -> VideoSchedule:
+    """The schedule whose passes are the given maps; clips may be more or fewer than in the candidate.
+
+    Raises: ToprovarError if none of the candidates has such passes.
+    """
+    for candidate in candidates:
+        clips = _clips_in(flat, candidate)
+        if clips:
+            maps = [entry[1:] for entry in candidate.entries[: candidate.scales]]
+            return replace(candidate, entries=tuple((count, *pair) for count in clips for pair in maps))
+    raise ToprovarError(
+        f"a schedule of {len(flat)} passes, last {flat[-1][0]}x{flat[-1][1]}, is none of InfinityStar's",
+        "calibrate and export with the same model, aspect and budget",
+    )
+
+
+def _clips_in(flat: Sequence[tuple[int, int]], candidate: VideoSchedule) -> list[int]:
+    """Latent frames of each clip if the maps are those of the candidate, else nothing."""
+    maps = [entry[1:] for entry in candidate.entries[: candidate.scales]]
+    clips: list[int] = []
+    start = 0
+    while start < len(flat):
+        counts = candidate.video_repetitions if clips else candidate.image_repetitions
+        frames, rest = divmod(flat[start][0], maps[0][0])
+        expected = [(frames * h, w) for (h, w), count in zip(maps, counts, strict=True) for _ in range(count)]
+        if rest or (not clips and frames != 1) or list(flat[start : start + len(expected)]) != expected:
+            return []
+        clips.append(frames)
+        start += len(expected)
+    return clips

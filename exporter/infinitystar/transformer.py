@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from toprovar.exporter.infinitystar.config import InfinityStarConfig
 from toprovar.exporter.infinitystar.rope import text_angles
+from toprovar.exporter.planned.loop import BlockOutput
+from toprovar.plugins import entropy_attention
 
 KeysValues = tuple[Tensor, Tensor]
 Context = list[KeysValues]  # per layer
@@ -25,19 +27,23 @@ Context = list[KeysValues]  # per layer
 class Prompt:
     """Everything of B prompts that the passes need. R rows: conditional, then unconditional ones under guidance.
 
-    context: per layer keys and values of the text, each [T, R, G, D]
-    visible: [R, T] bool, what may be attended to; None for all of it
-    rows:    the text as the transformer takes it, [R, T, C]
+    context:  per layer keys and values of the text, each [T, R, G, D]
+    visible:  [R, T] bool, what may be attended to
+    embedded: the text as the transformer takes it, [R, T, C]
     """
 
     context: Context
-    visible: Tensor | None
-    rows: Tensor
-    guided: bool
+    visible: Tensor
+    embedded: Tensor
 
     @property
-    def images(self) -> int:
-        return len(self.rows) // 2 if self.guided else len(self.rows)
+    def rows(self) -> int:
+        return len(self.embedded)
+
+    def take(self, rows: Tensor) -> Prompt:
+        """Some rows, in the order of `rows` [R'] int64."""
+        context = [(k[:, rows], v[:, rows]) for k, v in self.context]
+        return Prompt(context, self.visible[rows], self.embedded[rows])
 
 
 class RMSNorm(nn.Module):
@@ -50,8 +56,8 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns neighbouring pairs. x: [R, L, heads, D]; angles: [L, D/2]."""
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    """Turns neighbouring pairs. x: [R, L, heads, D]; angles: [L, D/2], or [R, L, D/2] where rows differ."""
+    cos, sin = angles.cos()[..., None, :], angles.sin()[..., None, :]
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
 
@@ -70,22 +76,25 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D)
 
     def forward(
-        self, x: Tensor, angles: Tensor, past: list[KeysValues], visible: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [R, L, C]; angles: [L, D/2]; past: keys and values seen besides the own ones; visible: [R, S + L] bool.
+        self, x: Tensor, angles: Tensor, past: list[KeysValues], visible: Tensor | None, want_entropy: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """x: [R, L, C]; angles: [L, D/2] or [R, L, D/2]; past: keys and values seen besides the own ones.
 
-        Returns: output [R, L, C], own keys and values [L, R, G, D].
+        visible: [R, S + L] bool, None for all
+        Returns: output [R, L, C], own keys and values [L, R, G, D], entropy [R, L] in nats if asked for.
         """
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
         k, v = k.transpose(0, 1), v.transpose(0, 1)  # [L, R, G, D]
         keys = torch.cat([*(keys for keys, _ in past), k]).permute(1, 2, 0, 3)
         values = torch.cat([*(values for _, values in past), v]).permute(1, 2, 0, 3)
-        mask = None if visible is None else visible[:, None, None]
-        o = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, mask, scale=self.head_width**-0.5, enable_gqa=True
-        )
-        return self.o_proj(o.transpose(1, 2).flatten(-2)), k, v
+        q, scale, entropy = q.transpose(1, 2), self.head_width**-0.5, None
+        if want_entropy:
+            o, entropy = entropy_attention(q, keys, values, scale=scale, head_mean=True, key_mask=visible)
+        else:
+            mask = None if visible is None else visible[:, None, None]
+            o = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
+        return self.o_proj(o.transpose(1, 2).flatten(-2)), k, v, entropy
 
 
 class FeedForward(nn.Module):
@@ -108,12 +117,22 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(
-        self, x: Tensor, angles: Tensor, past: list[KeysValues], visible: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Attention.forward`."""
-        o, k, v = self.attn(self.input_layernorm(x), angles, past, visible)
+        self, x: Tensor, angles: Tensor, past: list[KeysValues], visible: Tensor | None, want_entropy: bool = False
+    ) -> BlockOutput:
+        """Arguments of `Attention.forward`."""
+        o, k, v, entropy = self.attention(x, angles, past, visible, want_entropy)
         x = x + o
-        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+        return BlockOutput(x + self.feed_forward(x), k, v, entropy)
+
+    def attention(
+        self, x: Tensor, angles: Tensor, past: list[KeysValues], visible: Tensor | None, want_entropy: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What attention adds to x, and what else `Attention.forward` gives."""
+        return self.attn(self.input_layernorm(x), angles, past, visible, want_entropy)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """What the feed-forward layer adds to x."""
+        return self.mlp(self.post_attention_layernorm(x))
 
 
 class Chunk(nn.Module):
@@ -176,14 +195,14 @@ class InfinityStar(nn.Module):
         observe: called with ("block0", "text", output [R, T, C]) of every layer
         """
         rows, visible = self.text_rows(texts, negatives, guided)
-        mask = None if visible.all() else visible
         angles = torch.from_numpy(text_angles(rows.shape[1], self.config.head_width))
         x, context = rows, []
         for layer, block in enumerate(self.layers):
-            x, k, v = block(x, angles, [], mask)
-            context.append((k, v))
+            out = block(x, angles, [], None if visible.all() else visible)
+            x = out.x
+            context.append((out.k, out.v))
             observe(f"block{layer}", "text", x)
-        return Prompt(context, mask, rows, guided)
+        return Prompt(context, visible, rows)
 
     def embed_codes(self, codes: Tensor) -> Tensor:
         """Input of a pass. codes: [B, d, t, h, w] -> [B, t*h*w, C]."""

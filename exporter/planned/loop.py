@@ -189,6 +189,10 @@ class PlannedLoop(ABC, Generic[P]):
     def raw_logits(self, group: Images, scale: int, x: Tensor, rows: int) -> Tensor:
         """Logits of the first `rows` rows of x."""
 
+    def mixed(self, logits: Tensor, cfg: float) -> Tensor:
+        """Guidance on logits behind the temperature. logits: [2B, n, V] -> [B, n, V]."""
+        return mix(logits, cfg)
+
     @abstractmethod
     def draw(
         self, group: Images, scale: int, x: Tensor, logits: Tensor, places: Tensor, kept: Tensor | None
@@ -516,7 +520,7 @@ class PlannedLoop(ABC, Generic[P]):
                 rms = (raw[:B] - raw[B:]).square().mean((1, 2)).sqrt()
                 self.gap = [sats.gap(float(value), raw[0].numel()) for value in rms]
             logits = raw / guidance.tau[scale]
-            logits = mix(logits, cfg) if cfg != 1 else logits[:B]
+            logits = self.mixed(logits, cfg) if cfg != 1 else logits[:B]
         else:
             raw = self.raw_logits(group, scale, x[:B], B)
             self.watch("raw", scale, raw)

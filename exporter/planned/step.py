@@ -23,7 +23,7 @@ from toprovar.exporter.routes import Route, residual_names
 from toprovar.exporter.schedules import Schedule
 from toprovar.exporter.weights_file import WeightsLayout
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.guidance import Guidance
+from toprovar.runtime.guidance import Guidance, Projection
 from toprovar.runtime.plan import CARRIED_SCORES
 
 INT32 = ir.DataType.INT32.value
@@ -39,6 +39,7 @@ class StepOptions:
     text_tokens:       T, the length prompts are padded to
     compute:           fp32, fp16 or bf16
     mixes_logits:      guidance on logits
+    projection:        of guidance on logits; None for the plain mix
     mixed_layers:      layers whose outputs are mixed (guidance inside layers)
     watched:           names of intermediate values to add as outputs, as in the parity files ("block0", "raw", ...)
     top_k:             candidates per scale of families that draw indices; none, or 0, keeps all
@@ -55,6 +56,7 @@ class StepOptions:
     watched: Collection[str] = ()
     gate_whole_layers: bool = False
     images: int = 1
+    projection: Projection | None = None
     top_k: tuple[int, ...] = ()
     top_p: float = 0.0
     smooth: bool = False
@@ -68,6 +70,7 @@ class StepOptions:
             compute=compute,
             mixes_logits=guidance.mixes_logits,
             mixed_layers=guidance.mixed_layers(depth),
+            projection=guidance.projection,
             top_k=guidance.top_k,
             top_p=guidance.top_p,
             smooth=guidance.smooth,
@@ -469,6 +472,10 @@ class PlannedStep(ABC):
         rest = g.Sub(np.ones(1, np.float32), self.cfg)
         return g.Add(g.Mul(conditional, self.cfg), g.Mul(unconditional, rest))
 
+    def mixed_logits(self, logits: ir.Value) -> ir.Value:
+        """Guidance on logits behind the temperature. logits: [n, R, V] -> [n, B, V]."""
+        return self.mix(logits)
+
     def _logits(self, x: ir.Value) -> ir.Value:
         """Temperature and guidance. Returns: [L or n, B, V]."""
         g, B = self.g, self.B
@@ -485,7 +492,7 @@ class PlannedStep(ABC):
             g.output(g.Sqrt(g.ReduceMean(g.Mul(away, away), [0, 2], keepdims=0)), "guidance_gap", (B,))
         logits = g.Div(raw, self.tau)
         if mixes:
-            logits = self.mix(logits)
+            logits = self.mixed_logits(logits)
         self.watch("logits", logits, (self.L, B, self.logit_columns))
         return logits
 

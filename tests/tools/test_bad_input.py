@@ -154,9 +154,9 @@ def test_files_in_each_other_s_place_are_told_apart(model, tmp_path):
     said = export_refused(transformer, tmp_path, "--tokenizer", transformer)
     assert "holds a model of family infinity; expected bit_tokenizer" in said
     said = export_refused(tokenizer, tmp_path, "--tokenizer", tokenizer)
-    assert "holds a model of family bit_tokenizer; expected infinity" in said
+    assert "holds a model of family bit_tokenizer; expected a transformer: infinity" in said
     said = export_refused(model / "text_encoder.safetensors", tmp_path, "--tokenizer", tokenizer)
-    assert "word_text_encoder; expected infinity" in said
+    assert "word_text_encoder; expected a transformer: infinity" in said
     said = export_refused(model, tmp_path, "--tokenizer", tokenizer)
     assert "brings its own tokenizer" in said
 

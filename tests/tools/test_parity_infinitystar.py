@@ -14,7 +14,7 @@ from parity_command import changed, refusal
 
 from toprovar.tools.parity import app, compare_file
 
-NAMES = ["raw/1", "logits/8", "prob/2", "block1/0", "block0/text", "in/text", "in/3", "codes"]
+NAMES = ["block1/text", "raw/1", "logits/8", "prob/2", "block1/0", "block0/text", "in/text", "in/3", "codes"]
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_command_tells_what_was_compared(file: Path) -> None:
-    result = CliRunner().invoke(app, [str(file), "--backend", "torch"])
+    result = CliRunner().invoke(app, [str(file)])
     assert result.exit_code == 0, result.output
-    assert "all 58 comparisons pass" in result.stdout
+    assert "all 115 comparisons pass" in result.stdout  # the graphs have no output of the text's last layer
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,6 +36,13 @@ def test_a_changed_value_fails(file: Path, name: str) -> None:
         array = archive[f"apg/{name}"]
     other = changed(file, **{f"apg__{name.replace('/', '__')}": array + np.float32(1e-2)})
     assert [row.array for row in compare_file(other, backends=["torch"]).failed] == [name]
+
+
+def test_graphs_are_compared_too(file: Path) -> None:
+    with np.load(file) as archive:
+        changes = {f"apg__{name}__7": archive[f"apg/{name}/7"] + np.float32(1e-2) for name in ("raw", "logits", "prob")}
+    report = compare_file(changed(file, **changes), backends=["onnxruntime"])
+    assert {row.array for row in report.failed} == {"raw/7", "logits/7", "prob/7"}
 
 
 def test_nan_fails(file: Path) -> None:

@@ -29,12 +29,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cached_loop_equals_the_uncached_reference(tmp_path: Path, name: str) -> None:
-    """The file's arrays come from whole sequences in float64; the model runs scale by scale over its cache."""
+def test_cached_loop_and_graphs_equal_the_uncached_reference(tmp_path: Path, name: str) -> None:
+    """The file's arrays come from whole sequences in float64; model and graphs run scale by scale over their caches."""
     report = compare_file(reference.write_fixture(CASES[name], tmp_path / "run.npz"))
     assert report.passed, [row for row in report.rows if row.verdict == "fail"]
     scales, depth = len(CASES[name].sides), CASES[name].depth
-    assert report.compared == scales * (2 + depth) + scales - 1 + 1  # raw, logits, blocks; next; f_hat
+    assert report.compared == 2 * (scales * (2 + depth) + scales)  # raw, logits, blocks; next; f_hat
     assert not [row for row in report.rows if row.verdict == "unknown"]
 
 
@@ -43,7 +43,7 @@ def test_shipped_run_of_the_reference_passes() -> None:
         pytest.skip(f"needs the shipped parity file {FIXTURE.name} in shared/fixtures beside the repository")
     report = compare_file(FIXTURE)
     assert report.passed, [row for row in report.rows if row.verdict == "fail"]
-    assert report.compared == 30
+    assert report.compared == 60
 
 
 def model_of(case: reference.Case) -> tuple[Any, Any]:
