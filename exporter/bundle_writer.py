@@ -180,6 +180,12 @@ class BundleGraphs:
         return gate_outputs(route, self.options.gate_whole_layers)
 
 
+def _kv_head(model: Model) -> tuple[int, int] | None:
+    """None where the backbone tells it."""
+    found, config = model.family.kv_head(model.config), model.config
+    return None if found == (config.heads, config.width // config.heads) else found
+
+
 def _numbered(start: str, number: int) -> str:
     return f"{start}.onnx" if number == 1 else f"{start}_{number}.onnx"
 
@@ -280,7 +286,7 @@ def _write(
             encoder=encoder,
         ),
         classes=model.config.classes if model.family.takes_classes else None,
-        kv_head=model.family.kv_head(model.config),
+        kv_head=_kv_head(model),
         prompt=prompt,
         decoder=decoder,
         small_decoder=small_decoder,
