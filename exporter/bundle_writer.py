@@ -373,9 +373,9 @@ def bill(graphs: BundleGraphs) -> Bill:
     for route, images in unique.values():
         sizes.append(ir.serde.serialize_model(graphs.step(route, images).model()).ByteSize())
     item = 4 if graphs.options.compute == "fp32" else 2
-    row = graphs.options.rows * graphs.model.config.width * item * 2
-    last = graphs.dense.run_scales[-1]
-    cache_bytes = sum(graphs.dense.cached_tokens(last)) * row * graphs.options.images
+    heads, head_width = graphs.model.family.kv_head(graphs.model.config)
+    row = graphs.options.rows * heads * head_width * item * 2
+    cache_bytes = graphs.model.family.cached_tokens(graphs.model, graphs.dense) * row * graphs.options.images
     scales = []
     for k in range(graphs.plan.scales):
         counts = graphs.plan.counts(k)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from toprovar.exporter.schedules import Schedule
     from toprovar.exporter.weights_file import Thunks, WeightsLayout
     from toprovar.runtime.manifest import Video
+    from toprovar.runtime.plan import Plan
 
 
 class ModelFamily(ABC):
@@ -94,6 +95,10 @@ class ModelFamily(ABC):
     def kv_head(self, config: Any) -> tuple[int, int]:
         """Heads of keys and values, and their width."""
         return config.heads, config.head_width
+
+    def cached_tokens(self, model: Model, plan: Plan) -> int:
+        """Keys that a run holds at most, summed over layers."""
+        return sum(plan.cached_tokens(plan.run_scales[-1]))
 
     def along(self, scale: int, options: StepOptions) -> int:
         """Text tokens that run along at a scale and stay in the cache."""

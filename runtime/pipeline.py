@@ -407,6 +407,10 @@ class _Run:
         for name, facts in step.graph.inputs.items():
             if facts.is_open and name in group.prompt:  # without padding
                 inputs[name] = group.prompt[name][: self.pictures[group.places[0]].text_tokens]
+            elif (
+                facts.is_open and name.startswith("context_") and name not in group.residuals
+            ):  # that layer was skipped
+                inputs[name] = self.memory.empty((0, *facts.shape[1:]), facts.dtype)
         if group.carried is not None:
             inputs["score"] = group.carried
         if group.own_codes is not None:

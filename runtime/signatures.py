@@ -203,9 +203,10 @@ def _check_step(
     for name, facts in manifest.prompt.outputs.items():
         is_open = name in graph.inputs and graph.inputs[name].is_open  # text without its padding
         inputs[name] = _with_rows(name, facts, R, is_open)
-    for name, counts in contexts.items():
-        found = graph.inputs.get(name)
-        if found is not None and found.shape:
+    for name, found in graph.inputs.items():
+        kept = _CONTEXT.fullmatch(name)
+        if kept and int(kept[1]) < model.layers and found.shape and (found.is_open or name in contexts):
+            counts = contexts.get(name, {0})  # an open one may be empty: the layer was skipped
             most = max(*counts, found.shape[0]) if found.is_open else max(counts)
             inputs[name] = _facts(cache, most, *head, is_open=found.is_open)
     if not model.draws_indices and drawn in graph.outputs and len(graph.outputs[drawn].shape) == 3:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from toprovar.exporter.video_tokenizer.config import VideoTokenizerConfig
     from toprovar.exporter.video_tokenizer.tokenizer import VideoTokenizer
     from toprovar.exporter.weights_file import Thunks, WeightsLayout
+    from toprovar.runtime.plan import Plan
 
 ASPECT, BUDGET, FRAMES = 0.5625, "0.40M", 81  # 480p, 5 seconds
 
@@ -133,6 +134,13 @@ class InfinityStarFamily(ModelFamily):
                 "leave --images out",
             )
 
+    def cached_tokens(self, model: Model, plan: Plan) -> int:
+        """The last map of a clip while the next clip's is made, and the text."""
+        kept = [0, *(step.tokens for step in self.video_of(model, plan.schedule).passes() if step.keeps)]
+        most = max(before + own for before, own in zip(kept, [*kept[1:], 0], strict=True))
+        layers: int = model.config.depth
+        return (most + model.text_tokens) * layers
+
     # -- PyTorch -----------------------------------------------------------------------------------------------------
 
     def prompt(self, model: Model, prompts: Sequence[str], guidance: Guidance) -> Prompt:
@@ -206,9 +214,13 @@ class InfinityStarFamily(ModelFamily):
 
     def step_key(self, model: Model, route: Route, gate_whole_layers: bool) -> tuple[object, ...]:
         """Repetitions of a map share a graph, unless the plan tells them apart."""
+        from toprovar.exporter.infinitystar.step import is_context_open
+
         plan, scale = route.plan, route.scale
         own = self.video_of(model, plan.schedule).passes()[scale]
-        contexts = plan.counts(own.context_pass) if own.context_pass is not None else ()
+        contexts: tuple[object, ...] = ()
+        if own.context_pass is not None:
+            contexts = ("open",) if is_context_open(route) else plan.counts(own.context_pass)
         gated = plan.gated_layers(scale, route.counts, gate_whole_layers)
         told_apart = gated or plan.restored_layers(scale) or plan.residual_layers(scale) or plan.carries_score(scale)
         key = route.key(gate_whole_layers)

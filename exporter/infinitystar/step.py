@@ -179,7 +179,7 @@ class _Step(PlannedStep):
         if self.own.context is None or self.own.context_pass is None:
             return text
         source = self.passes[self.own.context_pass]
-        is_open = bool(self.plan.decisions)  # how many tokens ran there may have been decided on another path
+        is_open = is_context_open(self.route)
         count = source.tokens if is_open else self.plan.counts(source.index)[layer]
         if not count:
             return text
@@ -238,6 +238,11 @@ class _Step(PlannedStep):
         if not before and not after:
             return large
         return g.Pad(large, [0, 0, before * H, 0, 0, 0, after * H, 0], np.float32(0))
+
+
+def is_context_open(route: Route) -> bool:
+    """Whether decisions leave open how many tokens ran in the clip before."""
+    return bool(route.plan.decisions or route.path)
 
 
 def _context_name(kind: str, entry: int, layer: int) -> str:
