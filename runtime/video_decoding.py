@@ -31,7 +31,8 @@ def decoded_frames(backend: Backend, decoder: Graph, video: Video, codes: np.nda
     Raises: ToprovarError if the decoder gives values that are not finite.
     """
     maps = codes.reshape(codes.shape[0], video.maps, -1, codes.shape[2])
-    memory, parts, start = backend.memory, [], 0
+    memory, start = backend.memory, 0
+    parts: list[np.ndarray] = []
     # chunks fill one of two sets in turn and read the other: at 480p a set takes 2.3 GB
     buffers: dict[tuple[str, tuple[int, ...], int], Any] = {}
     past: dict[str, Any] = {}
