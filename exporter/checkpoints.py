@@ -67,6 +67,10 @@ class LazyTensors(Mapping[str, "torch.Tensor"]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
+    def entry(self, name: str) -> Entry:
+        """Where a tensor lies and how it is read."""
+        return self._entries[name]
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Without reading the tensor."""
         return self._entries[name].shape
@@ -100,6 +104,7 @@ class Checkpoint:
     dtypes:   tensor name -> dtype as `tensors` gives it (float32 for int8 rows).
     metadata: the text pairs of a safetensors header; empty for other forms.
     notes:    what was unwrapped, left out or read at once; one line each, for the log.
+    changes:  what was done to the weights since, such as merged adapters; part of the digest.
     """
 
     path: Path
@@ -110,12 +115,20 @@ class Checkpoint:
     dtypes: Mapping[str, torch.dtype]
     metadata: Mapping[str, str]
     notes: tuple[str, ...]
+    changes: tuple[str, ...] = ()
 
     def digest(self) -> str:
         """SHA-256 in hex: that of the file, or of the lines `<digest>  <name>` over several files sorted by name.
 
-        So it can be checked with `sha256sum FILE`, or `sha256sum INDEX SHARD... | sha256sum`.
+        So it can be checked with `sha256sum FILE`, or `sha256sum INDEX SHARD... | sha256sum`. Where the weights were
+        changed since, that of the lines of this digest and of the changes.
         """
+        digest = self._digest_of_files()
+        if self.changes:
+            digest = hashlib.sha256("\n".join((digest, *self.changes)).encode()).hexdigest()
+        return digest
+
+    def _digest_of_files(self) -> str:
         if len(self.files) == 1:
             return _file_digest(self.files[0])
         root = self.files[0].parent

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from toprovar.exporter.routes import Route
     from toprovar.exporter.schedules import Schedule
     from toprovar.exporter.weights_file import Thunks, WeightsLayout
+    from toprovar.runtime.manifest import Video
 
 
 class ModelFamily(ABC):
@@ -35,6 +36,7 @@ class ModelFamily(ABC):
     text_tokens:       length that prompts are padded to, where the model does not say
     published:         names of full-size models that need no weights
     unconditional:     tensor with the learned text rows that stand for no prompt; None: no text is zeros
+    has_cache:         every scale sees the keys of all earlier ones; False where steps say themselves what they see
     """
 
     name: str
@@ -45,6 +47,7 @@ class ModelFamily(ABC):
     text_tokens = 128
     published: tuple[str, ...] = ()
     unconditional: str | None = None
+    has_cache = True
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
@@ -153,6 +156,20 @@ class ModelFamily(ABC):
         self, model: Model, size: tuple[int, int], layout: WeightsLayout, resized: tuple[int, int] | None = None
     ) -> GraphBuilder | None:
         """Codes to picture; None where the tokenizer holds no decoder. resized: codes are first brought to this map."""
+
+    def step_key(self, model: Model, route: Route, gate_whole_layers: bool) -> tuple[object, ...]:
+        """What determines a step's graph: routes of equal keys share it."""
+        return route.key(gate_whole_layers)
+
+    def video(self, model: Model) -> Video | None:
+        """What codes of several frames become; None for pictures. `following` is left to the writer."""
+        return None
+
+    def following_decoder_graph(
+        self, model: Model, size: tuple[int, int], layout: WeightsLayout
+    ) -> GraphBuilder | None:
+        """Decoder of a video's further chunks, where one chunk is not all."""
+        return None
 
 
 # norms, modulation, embeddings, head, positions, codebook, decoder

@@ -28,10 +28,7 @@ def fp32(tensors: Mapping[str, Any], name: str, what: str) -> Tensor:
     """
     import torch
 
-    if isinstance(tensors, LazyTensors):
-        tensor = tensors.converted(name, torch.float32)
-    else:
-        tensor = tensors[name].float()
+    tensor = tensors.converted(name, torch.float32) if isinstance(tensors, LazyTensors) else tensors[name].float()
     check_finite({name: tensor}, what)
     return tensor
 

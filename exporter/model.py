@@ -21,6 +21,7 @@ from toprovar.exporter.family_table import FAMILIES
 from toprovar.exporter.infinity.config import config_from_shapes
 from toprovar.exporter.infinity.family import InfinityFamily
 from toprovar.exporter.loading import fp32, shapes_of
+from toprovar.exporter.lora import NO_ADAPTERS, Adapters
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.guidance import Guidance
@@ -43,7 +44,9 @@ class ModelFile(BaseModel):
     """model.json: the files of a model, relative to it, and how it is meant to be sampled; what is left out is the
     family's published default.
 
-    sides: of the square maps of VAR and HART; heads: where no learned factor of the checkpoint tells them
+    sides:  of the square maps of VAR and HART, or of InfinityStar's where they are not the published ones
+    frames: of InfinityStar's video
+    heads:  where no learned factor of the checkpoint tells them
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -56,6 +59,7 @@ class ModelFile(BaseModel):
     aspect: Annotated[float, Field(gt=0, le=100)] = 1.0
     budget: str = "1M"
     sides: Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=64)] | None = None
+    frames: Annotated[int, Field(ge=1, le=65536)] | None = None
     heads: Annotated[int, Field(ge=1, le=4096)] | None = None
     cfg: Annotated[tuple[Annotated[float, Field(ge=0, le=1000)], ...], Field(min_length=1)] | None = None
     tau: Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], Field(min_length=1)] | None = None
@@ -179,11 +183,12 @@ def _model_file(model: str) -> tuple[str, Path, ModelFile] | None:
     )
 
 
-def load_model(model: str, tokenizer: str | None = None) -> Model:
+def load_model(model: str, tokenizer: str | None = None, adapters: Adapters = NO_ADAPTERS) -> Model:
     """Loads a model by name, model.json or checkpoint path.
 
     model:     "demo", a folder with model.json, or a checkpoint (file, index, folder)
     tokenizer: checkpoint of the bit tokenizer, where `model` is a bare checkpoint
+    adapters:  merged into the transformer's weights
     Raises:    ToprovarError or EnvironmentFault with what is wrong and what to do.
     """
     require_torch()
@@ -197,10 +202,10 @@ def load_model(model: str, tokenizer: str | None = None) -> Model:
                 f"model {model} brings its own tokenizer ({facts.tokenizer}); --tokenizer {tokenizer} cannot be used",
                 "leave --tokenizer out, or name the transformer's checkpoint itself",
             )
-    return _load(name, folder, facts)
+    return _load(name, folder, facts, adapters)
 
 
-def _load(name: str, folder: Path, facts: ModelFile) -> Model:
+def _load(name: str, folder: Path, facts: ModelFile, adapters: Adapters) -> Model:
     checkpoint = open_checkpoint(folder / facts.transformer)
     found = recognise_family(checkpoint.shapes, str(folder / facts.transformer))
     if found not in FAMILIES:
@@ -210,6 +215,7 @@ def _load(name: str, folder: Path, facts: ModelFile) -> Model:
             "check which file is which",
         )
     family = FAMILIES[found]
+    checkpoint = adapters.merged_into(checkpoint)
     transformer = family.load(checkpoint.tensors, str(folder / facts.transformer), facts)
     digest = hashlib.sha256(checkpoint.digest().encode())
     tokenizer = None

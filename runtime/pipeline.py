@@ -368,8 +368,8 @@ class _Run:
         self.backend.run(step.graph, self._inputs(group, step), outputs)
         group.before_last, group.codes = group.codes, outputs["codes_next"]
         group.carried, group.own_codes = outputs.get("score_next"), outputs.get("own_codes")
-        for layer, count in enumerate(step.counts):
-            group.filled[layer] += count + step.along
+        for layer, count in enumerate(step.cached):
+            group.filled[layer] += count
         group.residuals |= {name: buffer for name, buffer in outputs.items() if name.startswith(CARRIED)}
         group.residuals = {n: b for n, b in group.residuals.items() if self.last_use.get(n, -1) > step.scale}
         noted = {name: buffer for name, buffer in outputs.items() if _is_noted(name, step)}

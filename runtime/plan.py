@@ -168,7 +168,7 @@ class Plan(Part):
     schema_version: Literal[2] = 2
     tool_version: str = ""
     backbone: Backbone
-    schedule: Annotated[tuple[tuple[Side, Side], ...], Field(min_length=1, max_length=64)]
+    schedule: Annotated[tuple[tuple[Side, Side], ...], Field(min_length=1, max_length=1024)]
     method: str
     preset: str = ""
     seed_rule: Literal["counter"] = "counter"

@@ -17,6 +17,7 @@ from toprovar.calibrate.methods.toprovar import fit_depth
 from toprovar.calibrate.report import write_report
 from toprovar.calibrate.statistics import Statistics, collect_statistics, read_prompts
 from toprovar.calibrate.targets import plan_for_ssim
+from toprovar.exporter.lora import NO_ADAPTERS, Adapters
 from toprovar.exporter.model import Model, load_model
 from toprovar.exporter.prompts import use_embeddings
 from toprovar.runtime.embeddings import read_embeddings
@@ -49,6 +50,7 @@ class CalibrationRequest:
     target_ssim: float | None = None
     resume: bool = True
     embeddings: Path | None = None
+    adapters: Adapters = NO_ADAPTERS
 
 
 DEFAULT_PROMPTS = 12  # shipped ones that plans are fitted to where no calibration is given
@@ -163,7 +165,7 @@ def fit_and_write(request: CalibrationRequest, model: Model, stats: Statistics) 
 def run_calibration(request: CalibrationRequest) -> Plan:
     started = time.perf_counter()
     check_request(request)
-    model = load_model(request.model, request.tokenizer)
+    model = load_model(request.model, request.tokenizer, request.adapters)
     if request.embeddings is not None:
         use_embeddings(model, read_embeddings(request.embeddings))
     stats = gather(request, model)

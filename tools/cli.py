@@ -59,6 +59,17 @@ Embeddings = Annotated[
     Path | None,
     typer.Option("--embeddings", help="Prompts encoded beforehand (toprovar encode-prompts), in place of an encoder."),
 ]
+Lora = Annotated[
+    list[Path] | None,
+    typer.Option("--lora", help="Adapter to merge into the transformer: a file, or PEFT's folder; repeatable."),
+]
+LoraScale = Annotated[
+    list[float] | None,
+    typer.Option("--lora-scale", help="Strength of the adapters: one for all, or one for each --lora; default 1."),
+]
+LoraUnmatched = Annotated[
+    bool, typer.Option("--lora-allow-unmatched", help="Merge what fits of an adapter that does not fit wholly.")
+]
 Targets = Annotated[
     list[str] | None,
     typer.Option("--target", help="onnxruntime, tensorrt or tensorrt-rtx; repeatable. Graphs are always written."),
@@ -281,6 +292,9 @@ def calibrate(
         bool, typer.Option("--resume/--no-resume", help="Keep what an earlier run measured for the same prompts.")
     ] = True,
     embeddings: Embeddings = None,
+    lora: Lora = None,
+    lora_scale: LoraScale = None,
+    lora_allow_unmatched: LoraUnmatched = False,
     tokenizer: Tokenizer = None,
     aspect: Aspect = None,
     budget: Budget = None,
@@ -296,7 +310,7 @@ def calibrate(
         console.require_packages("calibrate", *CALIBRATE_MODULES)
         from toprovar.calibrate.methods.settings import MethodSettings
         from toprovar.tools.calibration import CalibrationRequest, run_calibration
-        from toprovar.tools.options import named_values
+        from toprovar.tools.options import adapters_from, named_values
 
         settings = MethodSettings(
             preset=preset.value,
@@ -314,7 +328,7 @@ def calibrate(
         request = CalibrationRequest(
             model=model, tokenizer=tokenizer, prompts=prompts, limit=limit, method=method, settings=settings,
             aspect=aspect, budget=budget, cfg=cfg, tau=tau, seed=seed, out=out, target_ssim=target_ssim, resume=resume,
-            embeddings=embeddings,
+            embeddings=embeddings, adapters=adapters_from(lora or (), lora_scale or (), lora_allow_unmatched),
         )  # fmt: skip
         plan = run_calibration(request)
         if json:
@@ -405,6 +419,9 @@ def export(
     images: Annotated[
         int, typer.Option("--images", min=1, max=64, help="Also write steps that draw so many images at once.")
     ] = 1,
+    lora: Lora = None,
+    lora_scale: LoraScale = None,
+    lora_allow_unmatched: LoraUnmatched = False,
     tokenizer: Tokenizer = None,
     aspect: Aspect = None,
     budget: Budget = None,
@@ -427,12 +444,14 @@ def export(
         console.require_packages("export", *EXPORT_MODULES)
         from toprovar.tools.engine_building import EngineOptions
         from toprovar.tools.exporting import ExportRequest, run_export
+        from toprovar.tools.options import adapters_from
 
         request = ExportRequest(
             model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value if dtype else None,
             text_tokens=text_tokens, images=images, aspect=aspect, budget=budget, cfg=cfg, tau=tau,
             overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
             engines=EngineOptions(tuple(target or ()), compute_capability, allow_function_body, jobs),
+            adapters=adapters_from(lora or (), lora_scale or (), lora_allow_unmatched),
         )  # fmt: skip
         facts = run_export(request, quiet=json)
         if json:
@@ -472,7 +491,14 @@ def rebuild(
 def run(
     bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to draw.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="PNG file to write.")] = Path("image.png"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="File to write: PNG, of a video MP4 or a folder for its frames. Default: image.png or video.mp4.",
+        ),
+    ] = None,
     seed: Seed = 0,
     plan: Annotated[
         str | None, typer.Option("--plan", help="Variant: dense or planned; planned where the bundle has it.")
@@ -495,7 +521,7 @@ def run(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Make an image with a bundle. Needs numpy and one backend only."""
+    """Make an image or a video with a bundle. Needs numpy and one backend only."""
 
     def body() -> None:
         from toprovar.tools.running import run_bundle

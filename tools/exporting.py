@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, export_graphs
+from toprovar.exporter.lora import NO_ADAPTERS, Adapters
 from toprovar.exporter.model import is_published, load_model, published_without_weights
 from toprovar.exporter.output_folder import check_out
 from toprovar.exporter.planned.step import StepOptions
@@ -41,6 +42,7 @@ class ExportRequest:
     dry_run: bool = False
     graphs_only: bool = False
     engines: EngineOptions = field(default_factory=EngineOptions)
+    adapters: Adapters = NO_ADAPTERS
 
 
 def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
     if not needs_weights and is_published(request.model) and not Path(request.model).exists():
         model = published_without_weights(request.model)
     else:
-        model = load_model(request.model, request.tokenizer)
+        model = load_model(request.model, request.tokenizer, request.adapters)
     schedule = schedule_with(model, request.aspect, request.budget)
     if plan is not None:
         plan.check_backbone(model.backbone, schedule)

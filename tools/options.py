@@ -9,6 +9,10 @@ from toprovar.runtime.guidance import Guidance, grown, per_scale
 from toprovar.tools import console
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from toprovar.exporter.lora import Adapters, LoraReport
     from toprovar.exporter.model import Model
     from toprovar.exporter.schedules import Schedule
 
@@ -66,6 +70,30 @@ def schedule_with(model: Model, aspect: float | None, budget: str | None) -> Sch
             f"aspect {aspect:g}: template {nearest_template(aspect)} (height over width), {height}x{width} tokens"
         )
     return schedule
+
+
+def adapters_from(files: Sequence[Path], scales: Sequence[float], allow_unmatched: bool) -> Adapters:
+    """Adapters that say on stderr what became of them.
+
+    scales: one for each file, one for all, or none, which is 1
+    Raises: ToprovarError for another number of scales, or one without files.
+    """
+    from toprovar.exporter.lora import Adapters, LoraFile
+
+    if len(scales) not in (0, 1, len(files)) or (scales and not files):
+        raise ToprovarError(
+            f"{len(scales)} --lora-scale for {len(files)} --lora",
+            "give one for each file, in their order, or one for all",
+        )
+    each = list(scales) or [1.0]
+    each = each * len(files) if len(each) == 1 else each
+    pairs = zip(files, each, strict=True)
+
+    def tell(report: LoraReport) -> None:
+        for line in report.lines():
+            console.say(line)
+
+    return Adapters(tuple(LoraFile(file, scale) for file, scale in pairs), allow_unmatched, tell)
 
 
 def named_values(pairs: list[str], name: str) -> dict[str, str]:

@@ -176,9 +176,9 @@ class _Step(PlannedStep):
 
     def _past(self, layer: int, kind: str) -> ir.Value:
         g, text = self.g, self.text[kind, layer]
-        if self.own.context is None:
+        if self.own.context is None or self.own.context_pass is None:
             return text
-        source = next(step for step in self.passes if step.keeps and step.entry == self.own.context)
+        source = self.passes[self.own.context_pass]
         is_open = bool(self.plan.decisions)  # how many tokens ran there may have been decided on another path
         count = source.tokens if is_open else self.plan.counts(source.index)[layer]
         if not count:
