@@ -46,6 +46,7 @@ class ModelFile(BaseModel):
 
     sides:  of the square maps of VAR and HART, or of InfinityStar's where they are not the published ones
     frames: of InfinityStar's video
+    smooth: VAR and HART feed on means of codes instead of single ones
     heads:  where no learned factor of the checkpoint tells them
     """
 
@@ -65,6 +66,7 @@ class ModelFile(BaseModel):
     tau: Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], Field(min_length=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], Field(min_length=1)] | None = None
+    smooth: bool | None = None
     text_tokens: Annotated[int, Field(ge=1, le=512)] | None = None
 
 
