@@ -7,7 +7,7 @@ Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -66,6 +66,22 @@ def normal_noise(seed: int, plane: int, tokens: int, channels: int) -> np.ndarra
     """Standard normal numbers by Box-Muller on neighbouring columns. Returns: [tokens, channels] float32."""
     radius, angle = np.split(uniform_noise(seed, plane, tokens, 2 * channels).astype(np.float64), 2, axis=-1)
     return (np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * np.pi * angle)).astype(np.float32)
+
+
+def noise_that_draws(bits: Sequence[np.ndarray], seed: int) -> Callable[[int, int, int], np.ndarray]:
+    """Noise for `Pipeline.generate` that makes the first scales draw given bits, and is the seed's own from there on.
+
+    bits: per scale [tokens, n], 0 or 1; n may be less than the columns that a step takes
+    """
+
+    def noise(scale: int, tokens: int, columns: int) -> np.ndarray:
+        if scale >= len(bits):
+            return uniform_noise(seed, scale, tokens, columns)
+        made = np.full((tokens, columns), 2, np.float32)  # above every probability: zero
+        made[:, : bits[scale].shape[1]][bits[scale] == 1] = -1  # below every probability: one
+        return made
+
+    return noise
 
 
 class NoiseAhead:
