@@ -82,6 +82,11 @@ class Result:
     indices: list[np.ndarray] = field(default_factory=list)
     frames: np.ndarray | None = None
 
+    @property
+    def picture(self) -> np.ndarray | None:
+        """The image, or a video's frames on top of one another [T*H, W, 3]."""
+        return self.image if self.frames is None else self.frames.reshape(-1, *self.frames.shape[2:])
+
 
 @dataclass
 class Request:

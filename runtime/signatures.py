@@ -218,6 +218,8 @@ def _check_step(
         outputs["score_next"] = _facts("F32", B, height * width)
     channels, *full = manifest.code_shape
     patch = full[1] // manifest.schedule[-1][1]
+    if (given := graph.outputs.get("own_codes") or graph.inputs.get("codes_before")) and len(given.shape) == 4:
+        channels = min(max(given.shape[1], 1), channels)  # as many as bits, in a pass of InfinityStar
     own, previous = (
         _facts("F32", B, channels, *(side * patch for side in manifest.schedule[scale]))
         for scale in (step.scale, max(step.scale - 1, 0))

@@ -29,6 +29,7 @@ def write_tiny_star(folder: Path, tokenizer: bool = True, **settings: Any) -> Pa
         save_file({n: torch.as_tensor(w).float().contiguous() for n, w in weights.items()}, folder / name)
         return name
 
+    torch.manual_seed(1)
     encoder = WordTextEncoder(len(WORDS), CASE.text_width, 2, CASE.text_length)
     encoder.initialize(1)
     facts = {

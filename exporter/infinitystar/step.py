@@ -26,7 +26,6 @@ from toprovar.exporter.planned.step import PlannedStep, StepOptions
 from toprovar.exporter.resize_matrices import bilinear_matrix, resize_pair
 from toprovar.exporter.routes import Route
 from toprovar.exporter.weights_file import WeightsLayout
-from toprovar.runtime.errors import ToprovarError
 
 BOOL = ir.DataType.BOOL.value
 
@@ -45,7 +44,6 @@ def step_graph(
              the last one of the clip before; what plans need as of Infinity
     Outputs: bits [L, B, n] int32 (-1 where none was drawn), codes_next [B, d, F*H, W]; context_k_ee_##,
              context_v_ee_## [n, R, G, D] of the own map ee where later passes see it; what plans need as of Infinity
-    Raises:  ToprovarError for a plan that this family cannot follow.
     """
     return _Step(config, video, route, layout, options).build()
 
@@ -61,11 +59,6 @@ class _Step(PlannedStep):
         layout: WeightsLayout,
         options: StepOptions,
     ) -> None:
-        if route.plan.restore.kind == "prev_code":
-            raise ToprovarError(
-                "the plan restores codes of the pass before, which may have another number of bits",
-                "calibrate InfinityStar with another method",
-            )
         self.config, self.video, self.projection = config, video, options.projection
         self.passes = video.passes()
         self.own = self.passes[route.scale]
@@ -226,6 +219,15 @@ class _Step(PlannedStep):
     def code_map(self, values: ir.Value) -> ir.Value:
         g = self.g
         return g.reshape(g.Transpose(values, perm=[1, 2, 0]), (self.B, self.columns, *self.own.flat))
+
+    @property
+    def map_channels(self) -> int:
+        return self.columns
+
+    def previous_values(self) -> ir.Value | None:
+        """Codes of the pass before count where it has as many bits."""
+        before = self.passes[self.scale - 1]
+        return super().previous_values() if before.is_semantic == self.own.is_semantic else None
 
     def contribution(self, code: ir.Value) -> ir.Value:
         g, own, d, (H, W) = self.g, self.own, self.config.detail_bits, self.video.last
