@@ -47,6 +47,11 @@ class Backbone(Part):
         return self.family in ("var", "hart")
 
     @property
+    def needs_last_scale(self) -> bool:
+        """Whether the last scale always runs: HART's residual head hangs on it."""
+        return self.family == "hart"
+
+    @property
     def logits(self) -> int:
         """Per token."""
         return self.bits if self.draws_indices else 2 * self.bits
