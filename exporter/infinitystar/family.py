@@ -231,12 +231,12 @@ class InfinityStarFamily(ModelFamily):
     def decoder_graph(
         self, model: Model, size: tuple[int, int], layout: WeightsLayout, resized: tuple[int, int] | None = None
     ) -> GraphBuilder | None:
-        if resized is not None:
-            raise ToprovarError(
-                "the plan decides by small pictures, which bundles of InfinityStar do not make",
-                "calibrate with another method",
-            )
-        return self._decoder(model, size, layout, is_first=True)
+        from toprovar.exporter.video_tokenizer.graphs import small_decoder_graph
+
+        if resized is None:
+            return self._decoder(model, size, layout, is_first=True)
+        maps = sum(clips_of(_frames(model)))
+        return small_decoder_graph(model.tokenizer.config, maps, (size[0] // maps, size[1]), resized, layout)
 
     def following_decoder_graph(
         self, model: Model, size: tuple[int, int], layout: WeightsLayout
