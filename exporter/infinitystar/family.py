@@ -17,6 +17,7 @@ from toprovar.exporter.infinitystar.schedule import (
     TEMPLATES,
     VideoSchedule,
     clips_of,
+    nearest_template,
     schedule_of,
     square_schedule,
     video_schedule,
@@ -102,6 +103,11 @@ class InfinityStarFamily(ModelFamily):
         own_aspect = settings.aspect if "aspect" in said else ASPECT
         own_budget = settings.budget if "budget" in said else BUDGET
         return video_schedule(own_aspect if aspect is None else aspect, budget or own_budget, frames)
+
+    def template(self, aspect: float, schedule: Schedule) -> str:
+        name = nearest_template(aspect)
+        height, width = next(pair for pair in reversed(TEMPLATES[name]) if pair in schedule)  # of the image clip
+        return f"template {name} (height over width), {height}x{width} tokens per frame"
 
     def video_of(self, model: Model, schedule: Schedule) -> VideoSchedule:
         """The clips and frames behind a schedule of passes."""

@@ -272,6 +272,27 @@ def test_what_a_bundle_cannot_do_is_refused(star: Any, tmp_path: Path) -> None:
         star.family.video_of(star, ((1, 1), (5, 5)))
 
 
+def test_length_of_the_video_is_an_option(star: Any, tmp_path: Path) -> None:
+    model = write_tiny_star(tmp_path / "model")
+    done("export", model, "--frames", 13, "-o", tmp_path / "b")
+    manifest = open_bundle(tmp_path / "b").manifest
+    assert manifest.video is not None
+    assert (manifest.video.maps, manifest.code_shape) == (4, (8, 4 * 12, 12))
+    assert "a video of 6 frames cannot be made" in refusal("export", model, "--frames", 6, "-o", tmp_path / "c")
+    assert "model demo draws pictures" in refusal("export", "demo", "--frames", 5, "-o", tmp_path / "c")
+
+
+def test_published_size_is_billed_without_weights() -> None:
+    result = done("export", "infinitystar-8b", "--frames", 1, "--budget", "0.06M", "--dry-run", "-o", "x", "--json")
+    facts = json.loads(result.stdout)
+    assert (
+        facts["graphs"] == 15
+    )  # prompt, decoder, the first pass, eleven maps, and the last pass over the last of them
+    assert len(facts["scales"]) == 33
+    assert abs(facts["weights_bytes"] / 1e9 - 35.6) < 0.1
+    assert facts["cache_bytes"] == 128 * 2 * 36 * 8 * 128 * 4 * 2  # text, two rows, fp32
+
+
 def test_tokenizer_must_fit(tmp_path: Path) -> None:
     from safetensors.torch import save_file
     from video_reference import random_video_tokenizer
