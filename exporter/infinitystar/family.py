@@ -10,7 +10,6 @@ import numpy as np
 from toprovar.exporter.families import Family
 from toprovar.exporter.family import ModelFamily
 from toprovar.exporter.infinitystar.config import PUBLISHED
-from toprovar.exporter.infinitystar.guidance import published_guidance
 from toprovar.exporter.infinitystar.schedule import (
     BUDGET_SCALES,
     FRAMES_PER_SECOND,
@@ -22,6 +21,7 @@ from toprovar.exporter.infinitystar.schedule import (
     square_schedule,
     video_schedule,
 )
+from toprovar.exporter.infinitystar.settings import published_guidance
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
