@@ -23,6 +23,11 @@ def check_kind(out: Path | None) -> None:
     """Raises: ToprovarError for what is neither a picture nor a video, whatever the bundle makes."""
     if out is None:
         return
+    if out.is_dir():  # frames of an older, longer video could be left among new ones
+        raise ToprovarError(
+            f"{out} is a folder; expected the name of a PNG file, or for a video of an MP4 file or a new folder",
+            "pass -o image.png",
+        )
     if out.suffix.lower() not in (".png", ".mp4", ""):
         raise ToprovarError(
             f"{out} does not end in .png; pictures are written as PNG, videos as MP4", f"pass -o {out.stem}.png"
@@ -43,8 +48,7 @@ def checked_out(out: Path | None, manifest: Manifest) -> Path:
             f"pass -o {place.stem}.mp4, or a name without ending for a folder of frames",
         )
     if not makes_video and suffix != ".png":
-        what = "is a folder; expected the name of a PNG file" if place.is_dir() else "does not end in .png"
-        raise ToprovarError(f"{place} {what}; the bundle makes pictures", f"pass -o {place.stem}.png")
+        raise ToprovarError(f"{place} does not end in .png; the bundle makes pictures", f"pass -o {place.stem}.png")
     if suffix:
         check_replaceable(place)
     else:

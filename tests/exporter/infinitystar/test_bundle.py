@@ -317,6 +317,7 @@ def test_calibrate_export_and_run(tmp_path: Path) -> None:
     done("run", tmp_path / "b", "-p", PROMPT, "--seed", SEED, "-o", tmp_path / "frames")
     assert len(list((tmp_path / "frames").iterdir())) == 9
     assert (tmp_path / "x.mp4").stat().st_size > 1000
+    assert "is a folder" in refusal("run", tmp_path / "b", "-p", PROMPT, "-o", tmp_path / "frames")
     assert "the bundle makes videos" in refusal("run", tmp_path / "b", "-p", PROMPT, "-o", tmp_path / "x.png")
     assert "--preview-dir writes a picture" in refusal(
         "run", tmp_path / "b", "-p", PROMPT, "-o", tmp_path / "y.mp4", "--preview-dir", tmp_path / "p"
