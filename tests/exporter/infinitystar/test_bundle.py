@@ -17,12 +17,14 @@ pytest.importorskip("onnxruntime", reason="needs ONNX Runtime: pip install 'topr
 from helpers import differing_bits, open_pipeline  # noqa: E402
 
 from toprovar.exporter.bundle_writer import export_bundle  # noqa: E402
+from toprovar.exporter.infinitystar.generate import BitNoise, generate  # noqa: E402
 from toprovar.exporter.model import load_model  # noqa: E402
 from toprovar.exporter.planned.loop import Generation, LoopOptions  # noqa: E402
 from toprovar.exporter.planned.step import StepOptions  # noqa: E402
 from toprovar.runtime.decisions import EnergyMassDecision, RhoDecision, SatsDecision  # noqa: E402
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 from toprovar.runtime.guidance import Guidance  # noqa: E402
+from toprovar.runtime.noise import noise_that_draws  # noqa: E402
 from toprovar.runtime.pipeline import Result, picture_from_image  # noqa: E402
 from toprovar.runtime.plan import CfgStop, Plan, PlanPath, Restore, Score  # noqa: E402
 
@@ -169,6 +171,23 @@ def test_without_guidance_one_row_runs(star: Any, tmp_path: Path) -> None:
     assert pipeline.manifest.rows == 1
     assert {step.graph.inputs["text_k_00"].shape[1] for step in pipeline.steps("dense")} == {1}
     same(in_torch(star, off), pipeline.generate(PROMPT, SEED))
+
+
+def test_a_video_goes_on_from_given_bits(star: Any, tmp_path: Path) -> None:
+    """As image to video does: the image clip is given, the rest is drawn."""
+    guidance = exported(star, tmp_path / "b")
+    pipeline = open_pipeline(tmp_path / "b")
+    first = pipeline.generate(PROMPT, SEED)
+    given = [1 - bits for bits in first.bits[: CLOSING + 1]]
+    result = pipeline.generate(PROMPT, SEED, noise=noise_that_draws(given, SEED))
+    assert all(np.array_equal(a, b) for a, b in zip(given, result.bits, strict=False))
+    video = star.family.video_of(star, star.schedule)
+    prompt, noise = star.family.prompt(star, [PROMPT], guidance), BitNoise([SEED], 8)
+    tensors = [torch.from_numpy(bits)[None] for bits in given]
+    run = generate(star.transformer, prompt, video, guidance, noise, given_bits=tensors)
+    run.counts = [[step.counts for step in result.steps]]  # given passes do not run in the loop
+    same(run, result)
+    assert any((a != b).any() for a, b in zip(first.bits[-3:], result.bits[-3:], strict=True))
 
 
 def test_negative_prompt_of_another_length_is_padded_as_in_the_loop(star: Any, tmp_path: Path) -> None:
