@@ -73,11 +73,14 @@ def philox_4x64(counter, key):
 
 
 @pytest.mark.parametrize(("seed", "plane", "image"), [(0, 0, 0), (7, 3, 2), (MAX_SEED, SMOOTHING_PLANE + 5, 1)])
-def test_stream_is_philox_4x64_from_counter_one_on(seed, plane, image):
-    words = [word for block in (1, 2, 3) for word in philox_4x64((block, 0, plane, image), (seed, 0))]
-    halves = [half for word in words for half in (word % 2**32, word >> 32)]
-    expected = np.array([half >> 8 for half in halves[:21]], np.float64) / 2**24
-    assert np.array_equal(stream_noise(seed, plane, 3, 7, image), expected.reshape(3, 7).astype(np.float32))
+def test_streams_are_philox_4x64_one_per_64_tokens(seed, plane, image):
+    noise = stream_noise(seed, plane, 130, 3, image)
+    for part in range(3):
+        count = 3 * min(64, 130 - 64 * part)
+        blocks = [philox_4x64((1 + n, part, plane, image), (seed, 0)) for n in range(-(-count // 8))]
+        halves = [half for block in blocks for word in block for half in (word % 2**32, word >> 32)]
+        expected = (np.array([half >> 8 for half in halves[:count]], np.float64) / 2**24).astype(np.float32)
+        assert np.array_equal(noise[64 * part :][:64], expected.reshape(-1, 3))
 
 
 def test_streams_are_uniform_and_differ():
