@@ -185,6 +185,8 @@ def _schedule(file: ParityFile, settings: dict[str, Any]) -> VideoSchedule:
     repetitions = []
     for key in ("image_rep", "video_rep"):
         value = settings.get(key)
+        if value is None and key == "video_rep" and max(entry[0] for entry in sched) == 1:
+            value = settings["image_rep"]  # an image alone
         if not isinstance(value, list) or not all(type(n) is int and 1 <= n <= MAX_REPETITIONS for n in value):
             raise ToprovarError(
                 f"{file.path}: meta.{key} is {repr(value)[:80]}; expected numbers from 1 to {MAX_REPETITIONS}",
@@ -212,6 +214,7 @@ def _guidance(file: ParityFile, name: str, settings: dict[str, Any], schedule: V
     for key, lowest in (("scale", 0.0), ("tau", 1e-3)):
         value = settings.get(key)
         items = value if isinstance(value, list) and value else [value]
+        items = items[: len(schedule.entries)]  # the reference takes longer lists
         numbers = [read_number(file, {key: item}, key, lowest, 1000) for item in items]
         lists[key] = schedule.per_pass(numbers, f"{file.path}: meta.{name}.{key}")
     projection = None

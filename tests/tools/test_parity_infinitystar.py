@@ -68,6 +68,18 @@ def test_a_second_run_may_share_the_text_and_stop_early(file: Path) -> None:
     assert compare_file(path, backends=["torch"]).compared == 58 + 3 * 6
 
 
+def test_settings_may_be_longer_or_left_out(tmp_path: Path) -> None:
+    """An image alone needs no repetitions of further clips; lists of settings may be longer than the schedule."""
+    run = reference.run_case(reference.Case(clips=(1,)))
+    file = reference.write_fixture(run, tmp_path / "image.npz")
+    meta = {"tau": [*run.case.taus, 0.4, 0.4], "scale": 34.0, "norm_threshold": 0.05, "eta": 0.0}
+    with np.load(file) as archive:
+        settings = json.loads(str(archive["meta"]))
+    del settings["video_rep"]
+    path = changed(file, meta=np.array(json.dumps({**settings, "apg": meta})))
+    assert compare_file(path, backends=["torch"]).passed
+
+
 def test_bad_files_are_refused(file: Path) -> None:
     assert "has no run cfg; it has apg" in refusal(file, "--run", "cfg")
     assert "has no array apg/text" in refusal(changed(file, apg__text=None))
