@@ -90,6 +90,7 @@ class _Loop(PlannedLoop[Prompt]):
     ) -> None:
         self.model, self.video, self.noise, self.given_bits = model, video, noise, given_bits
         self.passes, self.columns = video.passes(), model.config.detail_bits
+        self.angles: dict[int, Tensor] = {}  # of the present pass
         super().__init__(model.config, video.flat, guidance, options)
         self.full = (video.frames * video.last[0], video.last[1])
 
@@ -120,7 +121,7 @@ class _Loop(PlannedLoop[Prompt]):
                 if step.keeps and not count:  # a skipped layer leaves nothing, nor what the clip before left
                     group.k[layer], group.v[layer] = group.k[layer][:0], group.v[layer][:0]
             return
-        places = torch.tensor(group.places)
+        places = torch.tensor(group.places, device=group.codes.device)
         self.entropy, self.gap = {}, None
         for place in group.places:
             self.out.counts[place].append((0,) * self.config.depth)
@@ -133,8 +134,10 @@ class _Loop(PlannedLoop[Prompt]):
 
     def _angles(self, scale: int, rows: Tensor | None) -> Tensor:
         """At the tokens' original positions: [L, D/2], or [R, n, D/2]. rows: [R, n]."""
-        angles = torch.from_numpy(map_angles(self.passes[scale], self.video.last, self.config.head_width))
-        return angles if rows is None else angles[rows]
+        if scale not in self.angles:
+            angles = torch.from_numpy(map_angles(self.passes[scale], self.video.last, self.config.head_width))
+            self.angles = {scale: angles.to(self.model.word_embed.weight.device)}
+        return self.angles[scale] if rows is None else self.angles[scale][rows]
 
     def _past(self, group: Images, layer: int, tokens: int) -> tuple[list[KeysValues], Tensor | None]:
         """Keys and values seen besides the own ones, and which of all keys may be seen."""
@@ -185,7 +188,7 @@ class _Loop(PlannedLoop[Prompt]):
         expected = [len(self.out.counts), step.tokens, self.model.config.bits(step.is_semantic)]
         if list(given.shape) != expected:
             raise ToprovarError(f"bits of pass {scale} have shape {list(given.shape)}; expected {expected}")
-        return given
+        return given.to(self.model.word_embed.weight.device)
 
     def _valued(self, bits: Tensor, scale: int) -> tuple[Tensor, Tensor]:
         """Bits padded to `columns`, and the codes they stand for [B, n, bits]."""
@@ -204,7 +207,7 @@ class _Loop(PlannedLoop[Prompt]):
             raise ToprovarError(
                 "this run draws bits and was given no noise", "pass noise, or give the bits of all passes"
             )
-        noise = self.noise(scale, self.tokens[scale])[places]
+        noise = self.noise(scale, self.tokens[scale]).to(x.device)[places]
         zero, one = logits.unflatten(-1, (-1, 2)).unbind(-1)
         noise = (noise if kept is None else take_rows(noise, kept))[..., : zero.shape[-1]]
         return self._valued((noise < torch.sigmoid(one - zero)).to(torch.uint8), scale)

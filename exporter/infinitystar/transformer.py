@@ -181,7 +181,7 @@ class InfinityStar(nn.Module):
         x = self.word_embed.weight.new_zeros(len(texts), int(lengths.max()), self.config.width)
         for row, text in enumerate(texts):
             x[row, : len(text)] = self.text_proj(text)
-        return x, torch.arange(x.shape[1]) < seen[:, None]
+        return x, (torch.arange(x.shape[1]) < seen[:, None]).to(x.device)
 
     def prompt(
         self,
@@ -195,7 +195,7 @@ class InfinityStar(nn.Module):
         observe: called with ("block0", "text", output [R, T, C]) of every layer
         """
         rows, visible = self.text_rows(texts, negatives, guided)
-        angles = torch.from_numpy(text_angles(rows.shape[1], self.config.head_width))
+        angles = torch.from_numpy(text_angles(rows.shape[1], self.config.head_width)).to(rows.device)
         x, context = rows, []
         for layer, block in enumerate(self.layers):
             out = block(x, angles, [], None if visible.all() else visible)
