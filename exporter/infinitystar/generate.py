@@ -17,11 +17,11 @@ from torch import Tensor
 from toprovar.exporter.infinitystar.codes import contribution, map_of
 from toprovar.exporter.infinitystar.guidance import guided
 from toprovar.exporter.infinitystar.rope import map_angles
-from toprovar.exporter.infinitystar.schedule import VideoSchedule
+from toprovar.exporter.infinitystar.schedule import VideoSchedule, frames_from
 from toprovar.exporter.infinitystar.transformer import InfinityStar, KeysValues, Prompt
 from toprovar.exporter.planned.images import Images
 from toprovar.exporter.planned.loop import BlockOutput, Generation, LoopOptions, PlannedLoop
-from toprovar.exporter.planned.restore import take_rows
+from toprovar.exporter.planned.restore import resampled_residual, take_rows
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.noise import uniform_noise
@@ -218,6 +218,13 @@ class _Loop(PlannedLoop[Prompt]):
         if self.passes[scale - 1].is_semantic != self.passes[scale].is_semantic:
             return code.new_zeros(len(code), self.tokens[scale], bits)
         return F.interpolate(code, size=self.schedule[scale], mode="nearest").flatten(2).transpose(1, 2)
+
+    def resampled_residual(self, residual: Tensor, source: int, scale: int, kind: str) -> Tensor:
+        """Frame by frame; a clip of another length lends its frames in proportion."""
+        before, own = self.passes[source], self.passes[scale]
+        frames = residual.unflatten(1, (before.frames, -1))[:, frames_from(before, own)]  # [R, t, h*w, C]
+        found = resampled_residual(frames.flatten(0, 1), before.size, own.size, kind)
+        return found.unflatten(0, (-1, own.frames)).flatten(1, 2)
 
     def code_map(self, values: Tensor, scale: int) -> Tensor:
         return values.transpose(1, 2).unflatten(-1, self.schedule[scale])

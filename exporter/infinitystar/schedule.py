@@ -96,6 +96,11 @@ class Pass:
         return self.frames * self.height * self.width
 
 
+def frames_from(source: Pass, step: Pass) -> list[int]:
+    """For each frame of a pass the frame of another one that lies at the same share of its clip."""
+    return [frame * source.frames // step.frames for frame in range(step.frames)]
+
+
 @dataclass(frozen=True)
 class VideoSchedule:
     """entries:         all maps of all clips in order; a clip ends with a map of the last one's size

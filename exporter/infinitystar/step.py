@@ -20,7 +20,7 @@ from toprovar.exporter.infinitystar.graphs import (
     unfolded,
 )
 from toprovar.exporter.infinitystar.rope import FIRST_PASS, frequencies
-from toprovar.exporter.infinitystar.schedule import VideoSchedule
+from toprovar.exporter.infinitystar.schedule import VideoSchedule, frames_from
 from toprovar.exporter.infinitystar.weights import map_rows
 from toprovar.exporter.planned.step import PlannedStep, StepOptions
 from toprovar.exporter.resize_matrices import bilinear_matrix, resize_pair
@@ -178,6 +178,18 @@ class _Step(PlannedStep):
             return text
         name = _context_name(kind, self.own.context, layer)
         return g.Concat(g.input(name, self._shape(count), self.cache_dtype, is_open), text, axis=0)
+
+    def residual_matrices(self, source: int, kind: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Frame by frame; a clip of another length lends its frames in proportion."""
+        before = self.passes[source]
+        rows, columns = resize_pair(kind, before.size, self.own.size)
+        if before.frames == self.own.frames and (rows is None or before.frames == 1):
+            return rows, columns
+        block = np.eye(self.own.height, dtype=np.float32) if rows is None else rows
+        whole = np.zeros((self.own.frames, self.own.height, before.frames, before.height), np.float32)
+        for frame, other in enumerate(frames_from(before, self.own)):
+            whole[frame, :, other] = block
+        return whole.reshape(self.own.flat[0], before.flat[0]), columns
 
     # -- the way out -------------------------------------------------------------------------------------------------
 

@@ -218,6 +218,10 @@ class PlannedLoop(ABC, Generic[P]):
     def previous_values(self, code: Tensor, scale: int) -> Tensor:
         """The codes of the scale before at this scale's tokens, nearest neighbour. Returns: [B, L, d]."""
 
+    def resampled_residual(self, residual: Tensor, source: int, scale: int, kind: str) -> Tensor:
+        """A residual of an earlier scale on this one's map. residual: [R, N_source, C] -> [R, N, C]."""
+        return resampled_residual(residual, self.schedule[source], self.schedule[scale], kind)
+
     @abstractmethod
     def empty_cache(self, prompt: P) -> Tensor:
         """[0, R, H, D]."""
@@ -491,7 +495,7 @@ class PlannedLoop(ABC, Generic[P]):
                 x = self._restored(group, plan, x, scale, layer, each)
             return x
         residual = group.residuals[source, layer, part]
-        return x + resampled_residual(residual, self.schedule[source], self.schedule[scale], plan.restore.resample)
+        return x + self.resampled_residual(residual, source, scale, plan.restore.resample)
 
     def _move(self, before: Tensor, after: Tensor, kept: Tensor | None, scale: int) -> None:
         """Adds what a layer changed, mean over channels of the conditional row, where it ran."""

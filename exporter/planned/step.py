@@ -414,8 +414,12 @@ class PlannedStep(ABC):
             return []
         height, width = self.schedule[source]
         names = [name for name in residual_names(plan, self.scale, layer, source) if not part or name.endswith(part)]
-        matrices = resize_pair(plan.restore.resample, (height, width), self.size)
+        matrices = self.residual_matrices(source, plan.restore.resample)
         return [(g.input(name, (height * width, self.R, self.sizes.width)), *matrices) for name in names]
+
+    def residual_matrices(self, source: int, kind: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Row and column matrices that bring a map of an earlier scale to this one; None leaves a side as it is."""
+        return resize_pair(kind, self.schedule[source], self.size)
 
     def _restored(self, x: ir.Value, residuals: list[Residual]) -> ir.Value:
         """x with what `_residuals` found, resampled to this map."""

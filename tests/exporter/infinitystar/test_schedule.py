@@ -12,7 +12,10 @@ from toprovar.exporter.infinitystar.schedule import (
     VideoSchedule,
     check_detail_size,
     clips_of,
+    frames_from,
     nearest_template,
+    schedule_of,
+    square_schedule,
     video_schedule,
 )
 from toprovar.runtime.errors import ToprovarError
@@ -93,6 +96,24 @@ def test_bad_schedules_are_refused() -> None:
 def test_published_maps_agree_about_detail() -> None:
     check_detail_size(video_schedule(0.5625, "0.40M"), 350)
     check_detail_size(video_schedule(0.5625, "0.90M"), 750)
+
+
+def test_frames_of_another_clip_are_lent_in_proportion() -> None:
+    steps = VideoSchedule(((1, 1, 1), (4, 1, 1), (2, 1, 1)), (1,), (1,), 0).passes()
+    assert frames_from(steps[0], steps[1]) == [0, 0, 0, 0]
+    assert frames_from(steps[2], steps[1]) == [0, 0, 1, 1]
+    assert frames_from(steps[1], steps[2]) == [0, 2]
+    assert frames_from(steps[1], steps[1]) == [0, 1, 2, 3]
+
+
+def test_a_schedule_is_found_by_its_passes() -> None:
+    long, own = video_schedule(0.75, "0.25M", 97), square_schedule((1, 3), 5)
+    assert schedule_of(long.flat, [own, video_schedule(0.75, "0.25M")]) == long
+    assert schedule_of(own.flat, [own]) == own
+    assert own.semantic_scales == 1
+    for flat in (own.flat[:-1], ((2, 2), *own.flat[1:]), own.flat + ((1, 1),)):
+        with pytest.raises(ToprovarError, match="is none of InfinityStar's"):
+            schedule_of(flat, [own])
 
 
 def test_positions_count_passes_from_512() -> None:
