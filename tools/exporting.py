@@ -13,6 +13,7 @@ from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, e
 from toprovar.exporter.lora import NO_ADAPTERS, Adapters
 from toprovar.exporter.model import is_published, load_model, published_without_weights
 from toprovar.exporter.output_folder import check_out
+from toprovar.exporter.plan_transfer import carried_over
 from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import ToprovarError
@@ -64,6 +65,9 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
     else:
         model = load_model(request.model, request.tokenizer, request.adapters)
     schedule = schedule_with(model, request.aspect, request.budget)
+    if plan is not None and request.aspect is not None and plan.schedule != tuple(schedule):
+        plan = carried_over(plan, schedule)
+        console.say(f"note: {plan.calib.warnings[-1]}")
     if plan is not None:
         plan.check_backbone(model.backbone, schedule)
         if plan.backbone.weights_sha256 not in ("", model.weights_sha256):
