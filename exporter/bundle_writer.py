@@ -136,6 +136,13 @@ class BundleGraphs:
             raise ToprovarError("the plan decides by small pictures; the model has no decoder", "pass --tokenizer")
         return graph
 
+    def following_decoder(self) -> GraphBuilder | None:
+        """Codes of a video's further chunks to frames."""
+        if self.model.tokenizer is None:
+            return None
+        height, width = self.code_shape[-2:]
+        return self.model.family.following_decoder_graph(self.model, (height, width), self.layout)
+
     def along(self, scale: int) -> int:
         """Text tokens that run along at a scale and stay in the cache."""
         return self.model.family.along(scale, self.options)
@@ -150,9 +157,9 @@ class BundleGraphs:
         sizes = sorted({1, self.options.images})
         for name, plan in plans.items():
             steps = []
-            for route in routes(plan, guided, self.along):
+            for route in routes(plan, guided, self.along, self.model.family.has_cache):
                 for images in sizes:
-                    key = (images, *route.key(self.options.gate_whole_layers))
+                    key = (images, *self.model.family.step_key(self.model, route, self.options.gate_whole_layers))
                     if key not in files:
                         start = f"step_{route.scale:02d}" + ("_planned" if name == "planned" else "")
                         start += f"_of_{images}" if images > 1 else ""
@@ -171,6 +178,12 @@ class BundleGraphs:
         from toprovar.exporter.planned.step import gate_outputs
 
         return gate_outputs(route, self.options.gate_whole_layers)
+
+
+def _kv_head(model: Model) -> tuple[int, int] | None:
+    """None where the backbone tells it."""
+    found, config = model.family.kv_head(model.config), model.config
+    return None if found == (config.heads, config.width // config.heads) else found
 
 
 def _numbered(start: str, number: int) -> str:
@@ -247,6 +260,10 @@ def _write(
         )
     small_builder = graphs.small_decoder()
     small_decoder = save(small_builder, "small_decoder.onnx") if small_builder else None
+    following_builder, video = graphs.following_decoder(), model.family.video(model)
+    if video and following_builder:
+        following = save(following_builder, "decoder_following.onnx")
+        video = video.model_copy(update={"following": following})
     for file, (route, images) in unique.items():
         save(graphs.step(route, images), file)
     if plan.method != "dense":
@@ -269,10 +286,11 @@ def _write(
             encoder=encoder,
         ),
         classes=model.config.classes if model.family.takes_classes else None,
-        kv_head=model.family.kv_head(model.config),
+        kv_head=_kv_head(model),
         prompt=prompt,
         decoder=decoder,
         small_decoder=small_decoder,
+        video=video,
         decisions=plan.decisions,
         variants={
             name: tuple(
@@ -321,6 +339,7 @@ def export_graphs(
             "text_encoder.onnx": graphs.text_encoder,
         }
         builders["small_decoder.onnx"] = graphs.small_decoder
+        builders["decoder_following.onnx"] = graphs.following_decoder
         for steps in graphs.variants().values():
             for file, route, images in steps:
                 builders[file] = lambda route=route, images=images: graphs.step(route, images)  # type: ignore[misc]
@@ -348,14 +367,15 @@ def bill(graphs: BundleGraphs) -> Bill:
 
     variants = graphs.variants()
     unique = {file: (route, images) for steps in variants.values() for file, route, images in steps}
-    builders = [graphs.prompt(), graphs.decoder(), graphs.text_encoder(), graphs.small_decoder()]
+    builders = [graphs.prompt(), graphs.text_encoder()]
+    builders += [graphs.decoder(), graphs.small_decoder(), graphs.following_decoder()]
     sizes = [ir.serde.serialize_model(b.model()).ByteSize() for b in builders if b is not None]
     for route, images in unique.values():
         sizes.append(ir.serde.serialize_model(graphs.step(route, images).model()).ByteSize())
     item = 4 if graphs.options.compute == "fp32" else 2
-    row = graphs.options.rows * graphs.model.config.width * item * 2
-    last = graphs.dense.run_scales[-1]
-    cache_bytes = sum(graphs.dense.cached_tokens(last)) * row * graphs.options.images
+    heads, head_width = graphs.model.family.kv_head(graphs.model.config)
+    row = graphs.options.rows * heads * head_width * item * 2
+    cache_bytes = graphs.model.family.cached_tokens(graphs.model, graphs.dense) * row * graphs.options.images
     scales = []
     for k in range(graphs.plan.scales):
         counts = graphs.plan.counts(k)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toprovar.exporter.families import Family
+from toprovar.exporter.schedules import nearest_template
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from toprovar.exporter.routes import Route
     from toprovar.exporter.schedules import Schedule
     from toprovar.exporter.weights_file import Thunks, WeightsLayout
+    from toprovar.runtime.manifest import Video
+    from toprovar.runtime.plan import Plan
 
 
 class ModelFamily(ABC):
@@ -35,6 +38,7 @@ class ModelFamily(ABC):
     text_tokens:       length that prompts are padded to, where the model does not say
     published:         names of full-size models that need no weights
     unconditional:     tensor with the learned text rows that stand for no prompt; None: no text is zeros
+    has_cache:         every scale sees the keys of all earlier ones; False where steps say themselves what they see
     """
 
     name: str
@@ -45,6 +49,7 @@ class ModelFamily(ABC):
     text_tokens = 128
     published: tuple[str, ...] = ()
     unconditional: str | None = None
+    has_cache = True
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
@@ -77,6 +82,11 @@ class ModelFamily(ABC):
     def schedule(self, model: Model, aspect: float | None = None, budget: str | None = None) -> Schedule:
         """The maps. None takes the model's own. Raises: ToprovarError if the model cannot draw such maps."""
 
+    def template(self, aspect: float, schedule: Schedule) -> str:
+        """Which aspect a schedule really has, in words."""
+        height, width = schedule[-1]
+        return f"template {nearest_template(aspect)} (height over width), {height}x{width} tokens"
+
     @abstractmethod
     def guidance(self, model: Model, schedule: Schedule) -> Guidance:
         """As model.json says, or as published."""
@@ -91,6 +101,10 @@ class ModelFamily(ABC):
     def kv_head(self, config: Any) -> tuple[int, int]:
         """Heads of keys and values, and their width."""
         return config.heads, config.head_width
+
+    def cached_tokens(self, model: Model, plan: Plan) -> int:
+        """Keys that a run holds at most, summed over layers."""
+        return sum(plan.cached_tokens(plan.run_scales[-1]))
 
     def along(self, scale: int, options: StepOptions) -> int:
         """Text tokens that run along at a scale and stay in the cache."""
@@ -153,6 +167,20 @@ class ModelFamily(ABC):
         self, model: Model, size: tuple[int, int], layout: WeightsLayout, resized: tuple[int, int] | None = None
     ) -> GraphBuilder | None:
         """Codes to picture; None where the tokenizer holds no decoder. resized: codes are first brought to this map."""
+
+    def step_key(self, model: Model, route: Route, gate_whole_layers: bool) -> tuple[object, ...]:
+        """What determines a step's graph: routes of equal keys share it."""
+        return route.key(gate_whole_layers)
+
+    def video(self, model: Model) -> Video | None:
+        """What codes of several frames become; None for pictures. `following` is left to the writer."""
+        return None
+
+    def following_decoder_graph(
+        self, model: Model, size: tuple[int, int], layout: WeightsLayout
+    ) -> GraphBuilder | None:
+        """Decoder of a video's further chunks, where one chunk is not all."""
+        return None
 
 
 # norms, modulation, embeddings, head, positions, codebook, decoder

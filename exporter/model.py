@@ -44,7 +44,10 @@ class ModelFile(BaseModel):
     """model.json: the files of a model, relative to it, and how it is meant to be sampled; what is left out is the
     family's published default.
 
-    sides: of the square maps of VAR and HART; heads: where no learned factor of the checkpoint tells them
+    sides:  of the square maps of VAR and HART, or of InfinityStar's where they are not the published ones
+    frames: of InfinityStar's video
+    smooth: VAR and HART feed on means of codes instead of single ones
+    heads:  where no learned factor of the checkpoint tells them
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -57,11 +60,13 @@ class ModelFile(BaseModel):
     aspect: Annotated[float, Field(gt=0, le=100)] = 1.0
     budget: str = "1M"
     sides: Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=64)] | None = None
+    frames: Annotated[int, Field(ge=1, le=65536)] | None = None
     heads: Annotated[int, Field(ge=1, le=4096)] | None = None
     cfg: Annotated[tuple[Annotated[float, Field(ge=0, le=1000)], ...], Field(min_length=1)] | None = None
     tau: Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], Field(min_length=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], Field(min_length=1)] | None = None
+    smooth: bool | None = None
     text_tokens: Annotated[int, Field(ge=1, le=512)] | None = None
 
 

@@ -63,10 +63,13 @@ class _Open:
     continues: bool = False
 
 
-def routes(plan: Plan, guided: bool, along: Callable[[int], int] = lambda scale: 0) -> list[Route]:
+def routes(
+    plan: Plan, guided: bool, along: Callable[[int], int] = lambda scale: 0, has_cache: bool = True
+) -> list[Route]:
     """All steps of a plan, in order of scale.
 
-    guided: whether there are unconditional rows at all; along: further keys that a scale leaves in every layer's cache
+    guided: whether there are unconditional rows at all; along: further keys that a scale leaves in every layer's cache;
+    has_cache: False where scales leave none
     """
     layers = plan.backbone.layers
     plans = {"": plan} | {name: plan.on_path(name) for name in plan.paths}
@@ -85,7 +88,8 @@ def routes(plan: Plan, guided: bool, along: Callable[[int], int] = lambda scale:
                 chosen = own.model_copy(update={"keep": {**own.keep, scale: counts}}) if scale in own.ladder else own
                 step = steps.setdefault((path, now_guided, counts), _Open(chosen))
                 step.pasts.add(past)
-                filled = tuple(a + b + along(scale) for a, b in zip(past, counts, strict=True))
+                left = [count + along(scale) if has_cache else 0 for count in counts]
+                filled = tuple(a + b for a, b in zip(past, left, strict=True))
                 for name in [path, *(own.entries(scale) if not path else [])]:
                     runs_on = scale + 1 < plan.scales and scale + 1 not in plans[name].skip_scales
                     step.continues = step.continues or runs_on

@@ -131,6 +131,14 @@ class Step(Part):
     gates: dict[Index, str] = Field(default_factory=dict)
     graph: Graph
 
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Keys that the step leaves in each layer's cache."""
+        outputs = self.graph.outputs
+        return tuple(
+            (count + self.along) if f"k_new_{layer:02d}" in outputs else 0 for layer, count in enumerate(self.counts)
+        )
+
 
 class TextEncoder(Part):
     """prompt -> rows. kind "words": word ids by a vocabulary file, then the graph (ids, valid -> rows)."""
@@ -329,8 +337,9 @@ class Manifest(Part):
         if self.video is None or self.decoder is None:
             return
         maps, height = self.video.maps, self.code_shape[1]
-        chunks = [graph.inputs["codes"].shape[2:3] for graph in (self.decoder, self.video.following) if graph]
-        first, *others = [chunk[0] if chunk else 0 for chunk in chunks]
+        taken = [graph.inputs.get("codes") for graph in (self.decoder, self.video.following) if graph]
+        chunks = [facts.shape[2] if facts and len(facts.shape) == 5 else 0 for facts in taken]
+        first, *others = chunks
         rest = maps - first
         if first < 1 or rest < 0 or (rest and (not others or others[0] < 1 or rest % others[0])) or height % maps:
             raise ValueError(f"decoders of {chunks} maps do not make a video of {maps} maps of codes")

@@ -34,6 +34,7 @@ from toprovar.runtime.noise import (
     NoiseAhead,
     check_seed,
     normal_noise,
+    stream_noise,
     uniform_noise,
 )
 from toprovar.runtime.table import StepTable
@@ -81,6 +82,11 @@ class Result:
     decisions: list[tuple[int, str, float | str]] = field(default_factory=list)
     indices: list[np.ndarray] = field(default_factory=list)
     frames: np.ndarray | None = None
+
+    @property
+    def picture(self) -> np.ndarray | None:
+        """The image, or a video's frames on top of one another [T*H, W, 3]."""
+        return self.image if self.frames is None else self.frames.reshape(-1, *self.frames.shape[2:])
 
 
 @dataclass
@@ -319,7 +325,8 @@ class _Run:
         prompt = joined_prompts(self.memory, [picture.tensors for picture in self.pictures], self.manifest.rows)
         groups = [Images(self.memory, self.manifest, self.table, list(range(len(self.pictures))), prompt)]
         seeds = [None if picture.request.noise else picture.request.seed for picture in self.pictures]
-        with NoiseAhead(seeds, self.manifest.schedule, self.manifest.model.bits) as self.noise:
+        make = stream_noise if self.manifest.model.draws_indices else uniform_noise
+        with NoiseAhead(seeds, self._planes(), make) as self.noise:
             for scale in range(len(self.manifest.schedule)):
                 following = []
                 for group in groups:
@@ -329,6 +336,16 @@ class _Run:
         self._check_finite(*(picture.codes for picture in self.pictures))
         for ran in self.ran:
             self._record(ran)
+
+    def _planes(self) -> dict[int, tuple[int, int]]:
+        """Noise that the variant's steps take, in order."""
+        planes = {}
+        columns = self.manifest.model.bits
+        for scale, (height, width) in enumerate(self.manifest.schedule):
+            planes[scale] = height * width, columns
+            if self.manifest.guidance.smooth:
+                planes[SMOOTHING_PLANE + scale] = height * width, columns
+        return planes
 
     def _check_finite(self, *codes: Any) -> None:
         """Values that are not finite stay so: the last codes tell, the earlier ones name the scale."""
@@ -368,8 +385,8 @@ class _Run:
         self.backend.run(step.graph, self._inputs(group, step), outputs)
         group.before_last, group.codes = group.codes, outputs["codes_next"]
         group.carried, group.own_codes = outputs.get("score_next"), outputs.get("own_codes")
-        for layer, count in enumerate(step.counts):
-            group.filled[layer] += count + step.along
+        for layer, count in enumerate(step.cached):
+            group.filled[layer] += count
         group.residuals |= {name: buffer for name, buffer in outputs.items() if name.startswith(CARRIED)}
         group.residuals = {n: b for n, b in group.residuals.items() if self.last_use.get(n, -1) > step.scale}
         noted = {name: buffer for name, buffer in outputs.items() if _is_noted(name, step)}
@@ -407,6 +424,10 @@ class _Run:
         for name, facts in step.graph.inputs.items():
             if facts.is_open and name in group.prompt:  # without padding
                 inputs[name] = group.prompt[name][: self.pictures[group.places[0]].text_tokens]
+            elif (
+                facts.is_open and name.startswith("context_") and name not in group.residuals
+            ):  # that layer was skipped
+                inputs[name] = self.memory.empty((0, *facts.shape[1:]), facts.dtype)
         if group.carried is not None:
             inputs["score"] = group.carried
         if group.own_codes is not None:
@@ -418,12 +439,21 @@ class _Run:
         return inputs
 
     def _further_noise(self, group: Images, step: Step) -> dict[str, Any]:
-        """What smoothing and a residual head need, where a step has them."""
-        seeds = [self.pictures[image].request.seed for image in group.places]
+        """What smoothing and a residual head need, where a step has them; images are the last axis but one."""
         found = {}
         for name in FURTHER_NOISE & step.graph.inputs.keys():
             shape = step.graph.inputs[name].shape
-            made = [_further_noise(name, seed, step, shape) for seed in seeds]
+            tokens, columns = shape[-3], shape[-1]
+            made = []
+            for image in group.places:
+                seed = self.pictures[image].request.seed
+                if name == "smooth_noise":
+                    made.append(self.noise.of(image, seed, SMOOTHING_PLANE + step.scale))
+                elif name == "residual_start":
+                    made.append(normal_noise(seed, RESIDUAL_PLANE, tokens, columns))
+                else:
+                    planes = range(RESIDUAL_PLANE + 1, RESIDUAL_PLANE + 1 + shape[0])
+                    made.append(np.stack([normal_noise(seed, plane, tokens, columns) for plane in planes]))
             found[name] = self.memory.place(np.stack(made, -2))
         return found
 
@@ -519,16 +549,6 @@ class _Run:
 
 
 FURTHER_NOISE = {"smooth_noise", "residual_start", "residual_noise"}
-
-
-def _further_noise(name: str, seed: int, step: Step, shape: tuple[int, ...]) -> np.ndarray:
-    """One image's part of an input, which has the images on its last axis but one."""
-    tokens, columns = shape[-3], shape[-1]
-    if name == "smooth_noise":
-        return uniform_noise(seed, SMOOTHING_PLANE + step.scale, tokens, columns)
-    if name == "residual_start":
-        return normal_noise(seed, RESIDUAL_PLANE, tokens, columns)
-    return np.stack([normal_noise(seed, RESIDUAL_PLANE + 1 + k, tokens, columns) for k in range(shape[0])])
 
 
 # outputs of a step that later ones take by the same name: residuals, and keys of a video's clip for the next one

@@ -47,6 +47,11 @@ class Backbone(Part):
         return self.family in ("var", "hart")
 
     @property
+    def needs_last_scale(self) -> bool:
+        """Whether the last scale always runs: HART's residual head hangs on it."""
+        return self.family == "hart"
+
+    @property
     def logits(self) -> int:
         """Per token."""
         return self.bits if self.draws_indices else 2 * self.bits
@@ -170,7 +175,7 @@ class Plan(Part):
     schema_version: Literal[2] = 2
     tool_version: str = ""
     backbone: Backbone
-    schedule: Annotated[tuple[tuple[Side, Side], ...], Field(min_length=1, max_length=64)]
+    schedule: Annotated[tuple[tuple[Side, Side], ...], Field(min_length=1, max_length=1024)]
     method: str
     preset: str = ""
     seed_rule: Literal["counter"] = "counter"

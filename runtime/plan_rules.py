@@ -61,6 +61,14 @@ def _check_skips(plan: Plan) -> None:
             f"plan.skip_scales is {list(plan.skip_scales)}; expected the last scales in order, {list(expected)}",
             "only a suffix of the schedule can be skipped",
         )
+    path = next((name for name, path in plan.paths.items() if path.skip_scales), None)
+    if plan.backbone.needs_last_scale and (plan.skip_scales or path):
+        where = f"path {path} skips scales" if path else f"plan.skip_scales is {list(plan.skip_scales)}"
+        raise ToprovarError(
+            f"{where}; expected none: the last scale of {plan.backbone.family} always runs, its residual head hangs on "
+            "it",
+            "choose a method that prunes tokens or layers",
+        )
 
 
 def _check_parts(plan: Plan) -> None:

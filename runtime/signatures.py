@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 from toprovar.runtime.decisions import EnergyMassDecision, RhoDecision, SatsDecision, SkipvarDecision
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.manifest import COMPUTE_DTYPES, Graph, Manifest, Step, TensorFacts
+from toprovar.runtime.manifest import COMPUTE_DTYPES, Graph, Manifest, Step, TensorFacts, Video
 from toprovar.runtime.table import StepTable, rows_axis
 
 _LAYERED = re.compile(r"([kv]_past|[kv]_new|entropy)_(\d{2,4})")
-_RESIDUAL = re.compile(r"residual_(\d{2})_(\d{2,4})(?:_(?:attention|cross|ffn))?")
+_RESIDUAL = re.compile(r"residual_(\d{2,4})_(\d{2,4})(?:_(?:attention|cross|ffn))?")
+_CONTEXT = re.compile(r"context_[kv]_\d{2,4}_(\d{2,4})")
 MAX_RESIDUAL_STEPS = 1000
 HINT = "export the bundle again; a manifest is not meant to be edited by hand"
 
@@ -28,7 +29,9 @@ def check_signatures(manifest: Manifest) -> None:
         )
     _check_prompt(manifest)
     codes = _facts("F32", 1, *manifest.code_shape)
-    if manifest.decoder:
+    if manifest.decoder and manifest.video:
+        _check_video(manifest, manifest.decoder, manifest.video)
+    elif manifest.decoder:
         _expect(manifest.decoder, "inputs", {"codes": codes})
         _expect_decoded(manifest.decoder)
     if manifest.small_decoder:
@@ -64,9 +67,40 @@ def _check_prompt(manifest: Manifest) -> None:
             )
 
 
+def _check_video(manifest: Manifest, decoder: Graph, video: Video) -> None:
+    """The decoder of the first chunk, and that of the following ones, which takes what the one before it left."""
+    channels, height, width = manifest.code_shape
+    left = {name: facts for name, facts in decoder.outputs.items() if name != "video"}
+    for graph in (decoder, video.following):
+        if graph is None:
+            continue
+        maps = graph.inputs["codes"].shape[2]  # looked at by the manifest
+        inputs = {"codes": _facts("F32", 1, channels, maps, height // video.maps, width)}
+        if graph is not decoder:
+            inputs |= {name.replace("past_next_", "past_"): facts for name, facts in left.items()}
+        _expect(graph, "inputs", inputs)
+        frames = graph.outputs.get("video")
+        if frames is None or frames.dtype != "F32" or len(frames.shape) != 5 or frames.shape[:2] != (1, 3):
+            raise ToprovarError(
+                f"manifest gives {graph.file} the outputs {_listed(graph.outputs)}; expected video F32[1, 3, T, H, W]",
+                HINT,
+            )
+        if 0 in frames.shape or frames.shape[3:] != decoder.outputs["video"].shape[3:]:
+            raise ToprovarError(
+                f"manifest gives {graph.file} video {text_of(frames)}; expected frames of one size, none empty", HINT
+            )
+        if any(not name.startswith("past_next_") for name in left):
+            raise ToprovarError(
+                f"manifest gives {decoder.file} the outputs {_listed(left)}; expected past_next_##", HINT
+            )
+        _expect(graph, "outputs", {"video": frames, **left})
+
+
 def _check_variant(manifest: Manifest, name: str, table: StepTable, images: int) -> None:
     """Walks through all that can happen: every step fits what the steps before it leave behind."""
     left: dict[int, set[str]] = {}  # residuals by scale
+    contexts: dict[str, set[int]] = {}  # keys of earlier clips, and how many there may be
+    has_cache = any(name.startswith("k_past_") for step in table.steps for name in step.graph.inputs)
     seen: set[int] = set()
     steps = [step for step in table.steps if step.images == images]
     for step in steps:
@@ -80,11 +114,14 @@ def _check_variant(manifest: Manifest, name: str, table: StepTable, images: int)
         earlier = set().union(*(names for scale, names in left.items() if scale < step.scale))
         before = {o for other in steps if other.scale == step.scale - 1 for o in other.graph.outputs}
         is_last = not any(other.scale > step.scale and step.path in ("", other.path) for other in steps)
-        _check_step(manifest, step, earlier, before, is_last)
+        _check_step(manifest, step, earlier, before, contexts, is_last or not has_cache)
+        for output, facts in step.graph.outputs.items():
+            if _CONTEXT.fullmatch(output):
+                contexts.setdefault(output, set()).add(facts.shape[0])
         left.setdefault(step.scale, set()).update(o for o in step.graph.outputs if o.startswith("residual_"))
     for step, filled in table.meetings(len(manifest.schedule), manifest.model.layers, images, manifest.rows == 2):
         seen.add(id(step))
-        is_open = any(facts.is_open for facts in step.graph.inputs.values())
+        is_open = any(f.is_open for name, f in step.graph.inputs.items() if name.startswith("k_past_"))
         fits = all(a <= b for a, b in zip(filled, step.past, strict=True)) if is_open else filled == step.past
         if not fits:
             raise ToprovarError(
@@ -126,14 +163,26 @@ def _check_shared(manifest: Manifest) -> None:
     encoder = manifest.text.encoder if manifest.text else None
     known: dict[str, Graph] = {}
     steps = [step.graph for variant in manifest.variants.values() for step in variant]
-    named = (manifest.prompt, manifest.decoder, manifest.small_decoder, encoder.graph if encoder else None)
+    following = manifest.video.following if manifest.video else None
+    named = (manifest.prompt, manifest.decoder, manifest.small_decoder, following, encoder.graph if encoder else None)
     for graph in (*named, *steps):
         if graph is not None and known.setdefault(graph.file, graph) != graph:
             raise ToprovarError(f"manifest gives {graph.file} two different signatures", HINT)
 
 
-def _check_step(manifest: Manifest, step: Step, residuals: set[str], before: set[str], is_last: bool) -> None:
-    """residuals, before: residuals left by earlier scales, and all outputs of the scale before."""
+def _check_step(
+    manifest: Manifest,
+    step: Step,
+    residuals: set[str],
+    before: set[str],
+    contexts: Mapping[str, set[int]],
+    is_last: bool,
+) -> None:
+    """residuals, before: residuals left by earlier scales, and all outputs of the scale before.
+
+    contexts: keys and values that earlier scales left by name, and how many tokens they may have
+    is_last:  nothing is cached
+    """
     model, graph, B = manifest.model, step.graph, step.images
     cache = COMPUTE_DTYPES[manifest.compute]
     R = B * (2 if step.guided else 1)
@@ -150,14 +199,27 @@ def _check_step(manifest: Manifest, step: Step, residuals: set[str], before: set
         inputs["residual_noise"] = _facts("F32", count, step.tokens, B, manifest.code_shape[0])
     else:
         inputs["bit_limit"] = one
-    inputs |= {name: _with_rows(name, facts, R) for name, facts in manifest.prompt.outputs.items()}
+    inputs["pass_index"] = one
+    for name, facts in manifest.prompt.outputs.items():
+        is_open = name in graph.inputs and graph.inputs[name].is_open  # text without its padding
+        inputs[name] = _with_rows(name, facts, R, is_open)
+    for name, found in graph.inputs.items():
+        kept = _CONTEXT.fullmatch(name)
+        if kept and int(kept[1]) < model.layers and found.shape and (found.is_open or name in contexts):
+            counts = contexts.get(name, {0})  # an open one may be empty: the layer was skipped
+            most = max(*counts, found.shape[0]) if found.is_open else max(counts)
+            inputs[name] = _facts(cache, most, *head, is_open=found.is_open)
+    if not model.draws_indices and drawn in graph.outputs and len(graph.outputs[drawn].shape) == 3:
+        columns = min(max(graph.outputs[drawn].shape[2], 1), columns)  # a pass of InfinityStar may have fewer bits
     outputs = {drawn: _facts("I32", step.tokens, B, columns), "codes_next": codes, "guidance_gap": _facts("F32", B)}
     outputs["entropy_mean"] = _facts("F32", B, step.tokens)
     if step.scale + 1 < len(manifest.schedule):
         height, width = manifest.schedule[step.scale + 1]
         outputs["score_next"] = _facts("F32", B, height * width)
     channels, *full = manifest.code_shape
-    patch = full[0] // manifest.schedule[-1][0]
+    patch = full[1] // manifest.schedule[-1][1]
+    if (given := graph.outputs.get("own_codes") or graph.inputs.get("codes_before")) and len(given.shape) == 4:
+        channels = min(max(given.shape[1], 1), channels)  # as many as bits, in a pass of InfinityStar
     own, previous = (
         _facts("F32", B, channels, *(side * patch for side in manifest.schedule[scale]))
         for scale in (step.scale, max(step.scale - 1, 0))
@@ -174,6 +236,9 @@ def _check_step(manifest: Manifest, step: Step, residuals: set[str], before: set
         left = _RESIDUAL.fullmatch(name)
         if left and int(left[1]) == step.scale and int(left[2]) < model.layers:
             outputs[name] = _facts("F32", step.tokens, R, model.width)
+        kept = _CONTEXT.fullmatch(name)
+        if kept and int(kept[1]) < model.layers:
+            outputs[name] = _facts(cache, step.counts[int(kept[1])], *head)
         match = _LAYERED.fullmatch(name)
         if not match or int(match[2]) >= model.layers:
             continue
@@ -250,7 +315,7 @@ def _facts(dtype: str, *shape: int, is_open: bool = False) -> TensorFacts:
     return TensorFacts.model_construct(dtype=dtype, shape=shape, is_open=is_open)
 
 
-def _with_rows(name: str, facts: TensorFacts, rows: int) -> TensorFacts:
+def _with_rows(name: str, facts: TensorFacts, rows: int, is_open: bool = False) -> TensorFacts:
     shape = list(facts.shape)
     shape[rows_axis(name)] = rows
-    return _facts(facts.dtype, *shape)
+    return _facts(facts.dtype, *shape, is_open=is_open)

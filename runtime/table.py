@@ -67,7 +67,7 @@ class StepTable:
             for path, was_guided, filled in sorted(states):
                 for step in self.at(scale, path, was_guided, images):
                     yield step, filled
-                    after = tuple(a + b + step.along for a, b in zip(filled, step.counts, strict=True))
+                    after = tuple(a + b for a, b in zip(filled, step.cached, strict=True))
                     for name in [path, *(self.entries(scale) if not path else [])]:
                         following.add((name, step.guided, after))
                         if sats and scale in sats.scales and step.guided:

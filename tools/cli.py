@@ -52,7 +52,13 @@ Aspect = Annotated[
         "--aspect", help="Height over width (1.5), or width and height (2:3, 832x1248); the nearest template is used."
     ),
 ]
-Budget = Annotated[str | None, typer.Option("--budget", help="Pixel budget: 0.06M, 0.25M, 0.60M or 1M.")]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", help="Pixel budget: 0.06M, 0.25M, 0.60M or 1M; of InfinityStar 0.40M or 0.90M."),
+]
+Frames = Annotated[
+    int | None, typer.Option("--frames", min=1, help="Length of the video in frames: 1, or a multiple of 4 plus 1.")
+]
 Cfg = Annotated[str | None, typer.Option("--cfg", help="Guidance: one value, or one per scale with commas.")]
 Tau = Annotated[
     str | None,
@@ -303,6 +309,7 @@ def calibrate(
     tokenizer: Tokenizer = None,
     aspect: Aspect = None,
     budget: Budget = None,
+    frames: Frames = None,
     cfg: Cfg = None,
     tau: Tau = None,
     seed: Seed = 0,
@@ -332,7 +339,8 @@ def calibrate(
         )
         request = CalibrationRequest(
             model=model, tokenizer=tokenizer, prompts=prompts, limit=limit, method=method, settings=settings,
-            aspect=aspect_from(aspect), budget=budget, cfg=cfg, tau=tau, seed=seed, out=out, target_ssim=target_ssim,
+            aspect=aspect_from(aspect), budget=budget, frames=frames, cfg=cfg, tau=tau, seed=seed, out=out,
+            target_ssim=target_ssim,
             resume=resume, embeddings=embeddings,
             adapters=adapters_from(lora or (), lora_scale or (), lora_allow_unmatched),
         )  # fmt: skip
@@ -431,6 +439,7 @@ def export(
     tokenizer: Tokenizer = None,
     aspect: Aspect = None,
     budget: Budget = None,
+    frames: Frames = None,
     cfg: Cfg = None,
     tau: Tau = None,
     overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace an older bundle.")] = True,
@@ -454,8 +463,8 @@ def export(
 
         request = ExportRequest(
             model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value if dtype else None,
-            text_tokens=text_tokens, images=images, aspect=aspect_from(aspect), budget=budget, cfg=cfg, tau=tau,
-            overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
+            text_tokens=text_tokens, images=images, aspect=aspect_from(aspect), budget=budget, frames=frames, cfg=cfg,
+            tau=tau, overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
             engines=EngineOptions(tuple(target or ()), compute_capability, allow_function_body, jobs),
             adapters=adapters_from(lora or (), lora_scale or (), lora_allow_unmatched),
         )  # fmt: skip
@@ -497,7 +506,14 @@ def rebuild(
 def run(
     bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to draw.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="PNG file to write.")] = Path("image.png"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="File to write: PNG, of a video MP4 or a folder for its frames. Default: image.png or video.mp4.",
+        ),
+    ] = None,
     seed: Seed = 0,
     plan: Annotated[
         str | None, typer.Option("--plan", help="Variant: dense or planned; planned where the bundle has it.")
@@ -520,7 +536,7 @@ def run(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Make an image with a bundle. Needs numpy and one backend only."""
+    """Make an image or a video with a bundle. Needs numpy and one backend only."""
 
     def body() -> None:
         from toprovar.tools.running import run_bundle

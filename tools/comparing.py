@@ -210,7 +210,7 @@ class _Comparison:
         from toprovar.tools.comparison.records import drawn_from
         from toprovar.tools.evaluation.scoring import verdict_of
 
-        image, dense_image, identity = result.image, dense.image, self.identities[one.index, name]
+        image, dense_image, identity = result.picture, dense.picture, self.identities[one.index, name]
         assert image is not None
         assert dense_image is not None
         right = None
@@ -302,7 +302,7 @@ class _Comparison:
 
 def _picture(maker: BundleMaker, one: Asked, seed: int, name: str) -> Result:
     result = maker.draw(one.text, seed, name)
-    if result.image is None:
+    if result.picture is None:
         raise ToprovarError("the model has no tokenizer, so it makes no picture", "name one in its model.json")
     return result
 

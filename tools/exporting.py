@@ -37,6 +37,7 @@ class ExportRequest:
     text_tokens: int | None = None
     aspect: float | None = None
     budget: str | None = None
+    frames: int | None = None
     cfg: str | None = None
     tau: str | None = None
     overwrite: bool = True
@@ -61,10 +62,15 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
     plan = load_plan(request.plan) if request.plan else None
     needs_weights = not (request.dry_run or request.graphs_only)
     if not needs_weights and is_published(request.model) and not Path(request.model).exists():
+        if request.adapters.files:
+            raise ToprovarError(
+                f"--lora needs weights to merge into; {request.model} is a published model's name alone",
+                "pass the checkpoint, or leave --lora out",
+            )
         model = published_without_weights(request.model)
     else:
         model = load_model(request.model, request.tokenizer, request.adapters)
-    schedule = schedule_with(model, request.aspect, request.budget)
+    schedule = schedule_with(model, request.aspect, request.budget, request.frames)
     if plan is not None and request.aspect is not None and plan.schedule != tuple(schedule):
         plan = carried_over(plan, schedule)
         console.say(f"note: {plan.calib.warnings[-1]}")

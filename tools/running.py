@@ -11,7 +11,7 @@ from toprovar.runtime.bundle import Bundle, open_bundle
 from toprovar.runtime.embeddings import read_embeddings
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.image_files import printable, write_png
-from toprovar.runtime.json_files import check_folder, check_replaceable
+from toprovar.runtime.json_files import check_folder
 from toprovar.runtime.noise import check_seed
 from toprovar.runtime.pipeline import Pipeline, Result
 from toprovar.runtime.text import EncodedPrompt
@@ -19,6 +19,7 @@ from toprovar.runtime.version import VERSION
 from toprovar.tools import console
 from toprovar.tools.backends import BackendChoice
 from toprovar.tools.options import guidance_with
+from toprovar.tools.run_output import check_kind, checked_out, write_result
 
 if TYPE_CHECKING:
     from toprovar.tools.backends import RunningBackend
@@ -58,7 +59,7 @@ def run_bundle(
     folder: Path,
     prompt: str | None,
     seed: int,
-    out: Path,
+    out: Path | None = None,
     variant: str | None = None,
     negative: str | None = None,
     cfg: str | None = None,
@@ -69,24 +70,23 @@ def run_bundle(
     embeddings: Path | None = None,
     index: int | None = None,
 ) -> dict[str, Any]:
-    """Makes one image and writes it. Returns: the record of the run.
+    """Makes one image or video and writes it. Returns: the record of the run.
 
+    out: None for image.png or video.mp4
     embeddings, index: a file of prompts encoded beforehand, and which of them where `prompt` does not say
 
     Raises: ToprovarError before anything is written if the bundle, the variant, the seed or the place is wrong.
     """
     check_seed(seed)
-    if out.is_dir():
-        raise ToprovarError(f"{out} is a folder; expected the name of a PNG file", "pass -o image.png")
-    check_replaceable(out)
-    if out.suffix.lower() != ".png":
-        raise ToprovarError(f"{out} does not end in .png; pictures are written as PNG", f"pass -o {out.stem}.png")
-    check_folder(out.absolute().parent)
+    check_kind(out)
     if preview_dir is not None:
         check_folder(preview_dir)
     bundle = open_bundle(folder)
     if bundle.manifest.decoder is None:
         raise ToprovarError(f"bundle {folder} holds no decoder, so it makes no picture", "export it with --tokenizer")
+    out = checked_out(out, bundle.manifest)
+    if preview_dir is not None and bundle.manifest.video is not None:
+        raise ToprovarError("--preview-dir writes a picture after every scale; the bundle makes videos", "leave it out")
     text_rows, text_valid, negative_rows, encoded = None, None, None, None
     if embeddings is not None:
         found = read_embeddings(embeddings)
@@ -125,11 +125,10 @@ def run_bundle(
         "bundle_sha256": bundle.digest,
         "software": f"toprovar {VERSION}",
     }
-    assert result.image is not None  # there is a decoder
     for scale, codes in enumerate(snapshots):
         assert preview_dir is not None
         write_png(preview_dir / f"scale_{scale:02d}.png", pipeline.decode(codes), {**facts, "scale": str(scale)})
-    write_png(out, result.image, facts)
+    write_result(result, out, bundle.manifest, facts)
     record = {**record_of(result, bundle, backend, variant, seed), "out": str(out)}
     if not quiet:
         total_s = sum(result.latency_ms.values()) / 1e3

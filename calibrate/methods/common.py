@@ -9,7 +9,7 @@ from typing import Any
 from toprovar.calibrate.methods.settings import MethodSettings
 from toprovar.calibrate.statistics import Statistics, prompts_digest
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.plan import COUNT_GRID, MIN_PRUNED_TOKENS, Calibration, Plan
+from toprovar.runtime.plan import COUNT_GRID, MIN_PRUNED_TOKENS, Backbone, Calibration, Plan
 
 PAPER_SKIPPED_SCALES = 2
 BISECTIONS = 24
@@ -28,8 +28,10 @@ def tokens_per_scale(stats: Statistics) -> list[int]:
     return [height * width for height, width in stats.schedule]
 
 
-def skipped_scales(stats: Statistics, settings: MethodSettings) -> tuple[int, ...]:
-    """The last scales that the preset leaves out."""
+def skipped_scales(stats: Statistics, settings: MethodSettings, backbone: Backbone) -> tuple[int, ...]:
+    """The last scales that the preset leaves out; none of a family whose last scale always runs."""
+    if backbone.needs_last_scale:
+        return ()
     scales = len(stats.schedule)
     return tuple(range(scales - PAPER_SKIPPED_SCALES, scales)) if settings.preset == "paper" else ()
 

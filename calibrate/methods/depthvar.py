@@ -87,7 +87,7 @@ def _plan(
     stats: Statistics, backbone: Backbone, settings: MethodSettings, options: DepthvarOptions, budget: float
 ) -> Plan:
     """budget: tokens through the whole depth that a late scale may spend."""
-    tokens, skip, layers = tokens_per_scale(stats), skipped_scales(stats, settings), backbone.layers
+    tokens, skip, layers = tokens_per_scale(stats), skipped_scales(stats, settings, backbone), backbone.layers
     late = [k for k, n in enumerate(tokens) if n > budget and k > 0 and k not in skip]
     keep, rotation, ramps = {}, {}, {}
     for k in late:

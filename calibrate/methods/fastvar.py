@@ -61,7 +61,7 @@ def pruned_layers(options: FastvarOptions, layers: int) -> range:
 
 def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings, strength: float) -> Plan:
     options = options_of(FastvarOptions, settings, "fastvar")
-    tokens, skip = tokens_per_scale(stats), skipped_scales(stats, settings)
+    tokens, skip = tokens_per_scale(stats), skipped_scales(stats, settings, backbone)
     pruned = pruned_layers(options, backbone.layers)
     keep = {}
     for k, ratio in late_ratios(stats, options.ratios, skip).items():

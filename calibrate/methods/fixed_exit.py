@@ -21,6 +21,11 @@ def fixed_exit_plan_from_stats(stats: Statistics, backbone: Backbone, settings: 
     Settled: the picture truncated there is, on average over prompts, as close to the full one as `ssim_threshold` asks.
     Raises: ToprovarError if the target is out of reach.
     """
+    if backbone.needs_last_scale:
+        raise ToprovarError(
+            f"a model of family {backbone.family} cannot exit early: its residual head hangs on the last scale",
+            "choose another --method",
+        )
     tokens = tokens_per_scale(stats)
     last = len(tokens) - 1
     if settings.scale_depth is not None:

@@ -66,7 +66,7 @@ def ld_plan_from_stats(stats: Statistics, backbone: Backbone, settings: MethodSe
 def _plan(
     stats: Statistics, backbone: Backbone, settings: MethodSettings, options: LdPruningOptions, mass: float
 ) -> Plan:
-    tokens, skip = tokens_per_scale(stats), skipped_scales(stats, settings)
+    tokens, skip = tokens_per_scale(stats), skipped_scales(stats, settings, backbone)
     scales, last = len(tokens), len(tokens) - 1 - len(skip)
     keep, ladder, taken = {}, {}, {}
     for k in range(max(1, scales - options.lhep_scales), last + 1):

@@ -52,6 +52,11 @@ def skipvar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: Met
     if settings.target_speedup is None:
         return _plan(stats, backbone, settings, options)
     if options.classifier == "published":
+        if backbone.needs_last_scale:
+            raise ToprovarError(
+                f"the published classifier ends pictures early; the last scale of {backbone.family} always runs",
+                "leave classifier out: one is fitted to the calibration prompts",
+            )
         raise ToprovarError(
             "the published classifier has one strength; it cannot be fitted to a target", "use --set classifier=fit"
         )
@@ -112,19 +117,19 @@ def most_aggressive(ssim: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def fit_models(
-    stats: Statistics, decision: int, threshold: float
+    stats: Statistics, decision: int, threshold: float, may_exit: bool = True
 ) -> tuple[LogisticModel, LogisticModel | None, list[str]]:
-    """Both regressions from the calibration prompts, and what to warn of."""
+    """Both regressions from the calibration prompts, and what to warn of. may_exit: whether scales may be skipped."""
     scales = len(stats.schedule)
     features = stats.measured("frequency")[:, decision]
     classes = min(CLASSES, scales - 1 - decision)
     exits = np.stack([stats.truncated_ssim[:, scales - 1 - c] for c in range(1, classes + 1)], 1)
-    skip_labels = most_aggressive(exits, threshold)
+    skip_labels = most_aggressive(exits, threshold) if may_exit else np.zeros(len(exits), int)
     kept = skip_labels == 0  # "uncond" learns from what "skip" leaves alone, as the published one did
     warnings = []
     if len(stats.prompts) < FEW_PROMPTS:
         warnings.append(f"{len(stats.prompts)} prompts are few to fit a classifier; {FEW_PROMPTS} or more are advised")
-    for label in range(classes + 1):
+    for label in range(classes + 1 if may_exit else 0):
         if not (skip_labels == label).any():
             warnings.append(f"no prompt has skip class {label} at SSIM {threshold:g}; the classifier never answers it")
     uncond = None
@@ -145,6 +150,11 @@ def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings, optio
             "calibrate at a larger --budget, or set decision_scale",
         )
     if options.classifier == "published":
+        if backbone.needs_last_scale:
+            raise ToprovarError(
+                f"the published classifier ends pictures early; the last scale of {backbone.family} always runs",
+                "leave classifier out: one is fitted to the calibration prompts",
+            )
         if scales - 1 - decision < CLASSES:
             raise ToprovarError(
                 f"the published classifier has {CLASSES} classes; after scale {decision} only {scales - 1 - decision} "
@@ -155,9 +165,9 @@ def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings, optio
         uncond: LogisticModel | None = published
         warnings = ["the published classifier was fitted to Infinity-2B; elsewhere its answers mean nothing"]
     else:
-        skip, uncond, warnings = fit_models(stats, decision, options.threshold)
+        skip, uncond, warnings = fit_models(stats, decision, options.threshold, not backbone.needs_last_scale)
     classes = range(1, min(CLASSES, scales - 1 - decision) + 1)
-    skip_paths = {c: f"exit after {scales - 1 - c}" for c in classes}
+    skip_paths = {} if backbone.needs_last_scale else {c: f"exit after {scales - 1 - c}" for c in classes}
     uncond_paths = {c: f"conditional from {scales - c}" for c in classes} if uncond is not None else {}
     paths = {name: PlanPath(skip_scales=tuple(range(scales - c, scales))) for c, name in skip_paths.items()}
     paths |= {name: PlanPath(cfg_stop=scales - c) for c, name in uncond_paths.items()}

@@ -53,7 +53,7 @@ def stepvar_plan_from_stats(stats: Statistics, backbone: Backbone, settings: Met
 
 def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings, strength: float) -> Plan:
     options = options_of(StepvarOptions, settings, "stepvar")
-    tokens, skip = tokens_per_scale(stats), skipped_scales(stats, settings)
+    tokens, skip = tokens_per_scale(stats), skipped_scales(stats, settings, backbone)
     keep = {}
     for k, ratio in late_ratios(stats, options.ratios, skip).items():
         count = keep_count(tokens[k], strengthened(ratio, strength))

@@ -197,11 +197,11 @@ class _Pruning:
 
 def _prune_behind(
     depth: int | None, stats: Statistics, settings: MethodSettings, options: ToprovarOptions, is_detail: np.ndarray,
-    R: np.ndarray,
+    R: np.ndarray, backbone: Backbone,
 ) -> _Pruning:  # fmt: skip
     """What the stages do behind scale `depth`."""
     scales, layers, tokens = len(stats.schedule), stats.layers, tokens_per_scale(stats)
-    skip = skipped_scales(stats, settings)
+    skip = skipped_scales(stats, settings, backbone)
     if depth is None:
         return _Pruning({}, {}, skip)
     stages = set(options.stages)
@@ -266,7 +266,7 @@ def _plan(stats: Statistics, backbone: Backbone, settings: MethodSettings) -> Pl
     if is_detail[0]:
         is_detail[0] = False  # the first layer ranks the tokens for those behind it
         warnings.append("layer 0 is Detail by its score; it stays dense, since a gate needs a score before it")
-    pruning = _prune_behind(depth.value, stats, settings, options, is_detail, fit.R)
+    pruning = _prune_behind(depth.value, stats, settings, options, is_detail, fit.R, backbone)
     kind = settings.restore or "cached_residual"
     keep = pruning.keep
     assert not keep or depth.value is not None
@@ -318,7 +318,7 @@ def _adaptive(stats: Statistics, backbone: Backbone, settings: MethodSettings) -
         return static
     plans = {d: _plan(stats, backbone, replace(settings, scale_depth=d)) for d in depths}
     earliest = plans[depths[0]]  # its counts and sources cover all scales that a later depth prunes
-    skip = skipped_scales(stats, settings)
+    skip = skipped_scales(stats, settings, backbone)
     names = {d: f"D = {d}" for d in depths}
     paths = {
         names[d]: PlanPath(

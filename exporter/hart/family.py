@@ -88,6 +88,7 @@ class HartFamily(ModelFamily):
             tau=settings.tau or (1.0,),
             top_p=TOP_P if settings.top_p is None else settings.top_p,
             top_k=settings.top_k or tuple(published_candidates(scale) for scale in range(scales)),
+            smooth=settings.smooth is not False,
         )
 
     def code_shape(self, model: Model, schedule: Schedule) -> tuple[int, int, int]:

@@ -68,14 +68,14 @@ def token_bits(bits: Tensor, patch: int) -> Tensor:
     return grid.flatten(2).transpose(1, 2).to(bits.dtype)
 
 
-def fitted_picture(picture: Image.Image, schedule: Schedule, tokenizer: BitTokenizer, patch: int = 1) -> np.ndarray:
-    """A picture of any size as one of the schedule's size: resized until it covers it, the middle cut out.
-
-    Returns: [H, W, 3] uint8
-    """
-    height, width = picture_size(schedule, tokenizer, patch)
-    factor = max(height / picture.height, width / picture.width)
-    size = max(width, round(picture.width * factor)), max(height, round(picture.height * factor))
-    resized = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-    left, top = (size[0] - width) // 2, (size[1] - height) // 2
-    return np.asarray(resized.crop((left, top, left + width, top + height)))
+def fitted_picture(picture: Image.Image, size: tuple[int, int]) -> np.ndarray:
+    """A picture of any size as [H, W, 3] uint8 of height and width `size`: resized to cover it, the middle cut out."""
+    height, width = size
+    aspect = picture.width / picture.height
+    if aspect <= width / height:
+        resized = width, max(int(width / aspect), height)
+    else:
+        resized = max(int(height * aspect), width), height
+    array = np.asarray(picture.convert("RGB").resize(resized, Image.Resampling.LANCZOS))
+    top, left = (resized[1] - height) // 2, (resized[0] - width) // 2
+    return array[top : top + height, left : left + width]

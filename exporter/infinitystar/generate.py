@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from toprovar.exporter.infinitystar.codes import contribution, map_of
@@ -91,12 +92,6 @@ class _Loop(PlannedLoop[Prompt]):
         self.passes, self.columns = video.passes(), model.config.detail_bits
         super().__init__(model.config, video.flat, guidance, options)
         self.full = (video.frames * video.last[0], video.last[1])
-        plan = options.plan
-        if plan is not None and plan.restore.kind == "prev_code":
-            raise ToprovarError(
-                "the plan restores codes of the pass before, which may have another number of bits",
-                "calibrate InfinityStar with another method",
-            )
 
     @property
     def code_channels(self) -> int:
@@ -215,7 +210,11 @@ class _Loop(PlannedLoop[Prompt]):
         return self._valued((noise < torch.sigmoid(one - zero)).to(torch.uint8), scale)
 
     def previous_values(self, code: Tensor, scale: int) -> Tensor:
-        raise AssertionError("refused above")
+        """Codes of the pass before count where it has as many bits."""
+        bits = self.model.config.bits(self.passes[scale].is_semantic)
+        if self.passes[scale - 1].is_semantic != self.passes[scale].is_semantic:
+            return code.new_zeros(len(code), self.tokens[scale], bits)
+        return F.interpolate(code, size=self.schedule[scale], mode="nearest").flatten(2).transpose(1, 2)
 
     def code_map(self, values: Tensor, scale: int) -> Tensor:
         return values.transpose(1, 2).unflatten(-1, self.schedule[scale])

@@ -61,6 +61,7 @@ class Pass:
     scale:       of the clip; entry: of the schedule, counted over all clips
     first_frame: of the clip, latent frames
     context:     entry whose keys are seen besides text and own ones: the last of the clip before; None for the first
+    context_pass: the last pass over it
     keeps:       its keys are seen later
     opens, closes: first and last pass of its clip
     """
@@ -76,6 +77,7 @@ class Pass:
     first_frame: int
     is_semantic: bool
     context: int | None
+    context_pass: int | None
     keeps: bool
     opens: bool
     closes: bool
@@ -165,6 +167,7 @@ class VideoSchedule:
 
     def passes(self) -> tuple[Pass, ...]:
         found: list[Pass] = []
+        kept: list[int] = []
         clips, per_clip = self.clips, self.scales
         for entry, (frames, height, width) in enumerate(self.entries):
             clip, scale = divmod(entry, per_clip)
@@ -184,11 +187,14 @@ class VideoSchedule:
                         first_frame=sum(clips[:clip]),
                         is_semantic=scale < self.semantic_scales,
                         context=clip * per_clip - 1 if clip else None,
+                        context_pass=kept[-1] if clip else None,
                         keeps=closes and clip < len(clips) - 1,
                         opens=scale == 0 and repetition == 0,
                         closes=closes,
                     )
                 )
+                if closes:
+                    kept.append(len(found) - 1)
         return tuple(found)
 
 

@@ -26,7 +26,6 @@ from toprovar.exporter.planned.step import PlannedStep, StepOptions
 from toprovar.exporter.resize_matrices import bilinear_matrix, resize_pair
 from toprovar.exporter.routes import Route
 from toprovar.exporter.weights_file import WeightsLayout
-from toprovar.runtime.errors import ToprovarError
 
 BOOL = ir.DataType.BOOL.value
 
@@ -45,7 +44,6 @@ def step_graph(
              the last one of the clip before; what plans need as of Infinity
     Outputs: bits [L, B, n] int32 (-1 where none was drawn), codes_next [B, d, F*H, W]; context_k_ee_##,
              context_v_ee_## [n, R, G, D] of the own map ee where later passes see it; what plans need as of Infinity
-    Raises:  ToprovarError for a plan that this family cannot follow.
     """
     return _Step(config, video, route, layout, options).build()
 
@@ -61,11 +59,6 @@ class _Step(PlannedStep):
         layout: WeightsLayout,
         options: StepOptions,
     ) -> None:
-        if route.plan.restore.kind == "prev_code":
-            raise ToprovarError(
-                "the plan restores codes of the pass before, which may have another number of bits",
-                "calibrate InfinityStar with another method",
-            )
         self.config, self.video, self.projection = config, video, options.projection
         self.passes = video.passes()
         self.own = self.passes[route.scale]
@@ -176,10 +169,10 @@ class _Step(PlannedStep):
 
     def _past(self, layer: int, kind: str) -> ir.Value:
         g, text = self.g, self.text[kind, layer]
-        if self.own.context is None:
+        if self.own.context is None or self.own.context_pass is None:
             return text
-        source = next(step for step in self.passes if step.keeps and step.entry == self.own.context)
-        is_open = bool(self.plan.decisions)  # how many tokens ran there may have been decided on another path
+        source = self.passes[self.own.context_pass]
+        is_open = is_context_open(self.route)
         count = source.tokens if is_open else self.plan.counts(source.index)[layer]
         if not count:
             return text
@@ -227,6 +220,15 @@ class _Step(PlannedStep):
         g = self.g
         return g.reshape(g.Transpose(values, perm=[1, 2, 0]), (self.B, self.columns, *self.own.flat))
 
+    @property
+    def map_channels(self) -> int:
+        return self.columns
+
+    def previous_values(self) -> ir.Value | None:
+        """Codes of the pass before count where it has as many bits."""
+        before = self.passes[self.scale - 1]
+        return super().previous_values() if before.is_semantic == self.own.is_semantic else None
+
     def contribution(self, code: ir.Value) -> ir.Value:
         g, own, d, (H, W) = self.g, self.own, self.config.detail_bits, self.video.last
         if self.columns != d:  # linearly along the channels
@@ -238,6 +240,11 @@ class _Step(PlannedStep):
         if not before and not after:
             return large
         return g.Pad(large, [0, 0, before * H, 0, 0, 0, after * H, 0], np.float32(0))
+
+
+def is_context_open(route: Route) -> bool:
+    """Whether decisions leave open how many tokens ran in the clip before."""
+    return bool(route.plan.decisions or route.path)
 
 
 def _context_name(kind: str, entry: int, layer: int) -> str:

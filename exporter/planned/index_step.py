@@ -109,7 +109,9 @@ class IndexStep(PlannedStep):
         return g.MatMul(weights, g.weight("codebook"))
 
     def code_map(self, values: ir.Value) -> ir.Value:
-        return self.g.reshape(self.g.Transpose(values, perm=[1, 2, 0]), (self.B, self.value_columns, *self.map))
+        # in this order: TensorRT-RTX 1.7 fails on a convolution behind a transpose and then a reshape
+        cells = self.g.reshape(values, (*self.map, self.B, self.value_columns))
+        return self.g.Transpose(cells, perm=[2, 3, 0, 1])
 
     def code_tokens(self, small: ir.Value) -> ir.Value:
         flat = self.g.reshape(small, (self.B, self.value_columns, self.L))

@@ -512,7 +512,7 @@ class PlannedStep(ABC):
         if drawn_at is not None:
             kept = self.of_images(drawn_at)
             drawn = self._put(g.full(np.int32(-1), (L, B, self.columns)), kept, drawn, self.columns, B)
-            base = self._previous_values() if self.plan.restore.kind == "prev_code" else None
+            base = self.previous_values() if self.plan.restore.kind == "prev_code" else None
             if base is None:
                 base = g.full(np.float32(0), (L, B, width))
             values = self._put(base, kept, values, width, B)
@@ -523,18 +523,23 @@ class PlannedStep(ABC):
         g.output(drawn, self.drawn_name, (L, B, self.columns), "I32")
         code = self.code_map(values)
         if self.plan.carries_codes(self.scale):
-            g.output(code, "own_codes", (B, channels, *self.map))
+            g.output(code, "own_codes", (B, self.map_channels, *self.map))
         if self.plan.carries_score(self.scale):
             self._output_score(code)
         added = self.contribution(code)
         summed = added if self.scale == 0 else g.Add(self.codes(), added)
         g.output(summed, "codes_next", (B, channels, *self.full))
 
-    def _previous_values(self) -> ir.Value:
-        """Codes of the scale before at this scale's tokens, nearest neighbour. Returns: [L, B, value_columns]."""
+    @property
+    def map_channels(self) -> int:
+        """Channels of this scale's codes on their own map."""
+        return self.sizes.code_channels
+
+    def previous_values(self) -> ir.Value | None:
+        """Codes of the scale before at this scale's tokens, nearest neighbour [L, B, value_columns]; None: zeros."""
         g, patch = self.g, self.patch
         height, width = self.schedule[self.scale - 1]
-        before = g.input("codes_before", (self.B, self.sizes.code_channels, height * patch, width * patch))
+        before = g.input("codes_before", (self.B, self.map_channels, height * patch, width * patch))
         rows = g.constant(nearest_index(height * patch, self.map[0]))
         columns = g.constant(nearest_index(width * patch, self.map[1]))
         return self.code_tokens(g.Gather(g.Gather(before, rows, axis=2), columns, axis=3))

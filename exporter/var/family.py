@@ -91,6 +91,7 @@ class VarFamily(ModelFamily):
             tau=settings.tau or (1.0,),
             top_p=TOP_P if settings.top_p is None else settings.top_p,
             top_k=settings.top_k or (TOP_K,),
+            smooth=bool(settings.smooth),
         )
 
     def code_shape(self, model: Model, schedule: Schedule) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from toprovar.exporter.autoencoder import Decoder, Encoder, joined_attention
 from toprovar.exporter.families import canonical_tokenizer_names
-from toprovar.exporter.loading import loaded
+from toprovar.exporter.loading import loaded, shapes_of
 from toprovar.exporter.vq_tokenizer.config import VqTokenizerConfig, vq_config_from_shapes
 from toprovar.runtime.errors import ToprovarError
 
@@ -47,22 +47,6 @@ class VqTokenizer(nn.Module):
 PARTS = ("encoder", "decoder", "quant_conv", "post_quant_conv")
 
 
-class _Renamed(Mapping[str, Any]):
-    """Tensors under other names, read when asked for."""
-
-    def __init__(self, tensors: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-        self._tensors, self._sources = tensors, sources
-
-    def __getitem__(self, name: str) -> Any:
-        return self._tensors[self._sources[name]]
-
-    def __iter__(self) -> Any:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)
-
-
 def load_vq_tokenizer(tensors: Mapping[str, Any], what: str) -> VqTokenizer:
     """Builds the tokenizer whose sizes the tensors have, under either naming, and loads them (fp32).
 
@@ -70,9 +54,9 @@ def load_vq_tokenizer(tensors: Mapping[str, Any], what: str) -> VqTokenizer:
     its quant_conv is refused like any file without a needed tensor.
     Raises: ToprovarError for the first tensor that is missing, has another shape, is not finite or is not understood.
     """
-    canonical = canonical_tokenizer_names({name: tuple(tensors[name].shape) for name in tensors}, what)
-    sources = {new: old for old, new in canonical.items() if new.split(".")[0] in PARTS}
-    renamed = joined_attention(_Renamed(tensors, sources), what)
+    canonical = canonical_tokenizer_names(shapes_of(tensors), what)
+    own = {new: tensors[old] for old, new in canonical.items() if new.split(".")[0] in PARTS}
+    renamed = joined_attention(own, what)
 
     def refuse(unexpected: list[str]) -> None:
         for name in unexpected:

@@ -10,7 +10,7 @@ import pytest
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.tiling import decode_in_tiles, tiles_of_axis
 
-# sums of fp32 weights; measured 1.2e-7
+# sums of fp32 weights; measured 1e-7
 TOLERANCE = 1e-6
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,9 @@ from toprovar.exporter.model import load_model
 from toprovar.exporter.planned.loop import LoopOptions
 from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from toprovar.runtime.bundle import open_bundle
+from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.pipeline import Pipeline, Request
-from toprovar.runtime.plan import load_plan
+from toprovar.runtime.plan import dense_plan, load_plan
 
 WRITERS = {"var": write_var, "hart": write_hart}
 PROMPTS = {"var": ["3", "7", "0"], "hart": ["red apple", "green dog on white", "house"]}
@@ -124,6 +127,58 @@ def test_growth_of_guidance_follows_the_family(made: tuple[str, Path]) -> None:
     t = {"var": 4.0, "hart": 4.5}[family]
     places = [0, 1, 2, 3, 4, 5 if family == "var" else 4]
     assert cfg == pytest.approx([1 + t * place / 5 for place in places])
+
+
+def test_the_smooth_variant_is_a_setting(made: tuple[str, Path], tmp_path: Path) -> None:
+    family, folder = made
+    facts = json.loads((folder / "model" / "model.json").read_text())
+    facts["smooth"] = True
+    if family == "hart":
+        del facts["smooth"]  # as published
+    other = shutil.copytree(folder / "model", tmp_path / "model")
+    (other / "model.json").write_text(json.dumps(facts))
+    done("export", other, "-o", tmp_path / "bundle")
+    pipelines = [opened(place) for place in (folder / "bundle", tmp_path / "bundle")]
+    assert [pipeline.manifest.guidance.smooth for pipeline in pipelines] == [False, True]
+    codes = [pipeline.generate(PROMPTS[family][0], 1, "dense").codes for pipeline in pipelines]
+    assert np.abs(codes[0] - codes[1]).max() > 0.1
+    model = load_model(str(other))
+    asked = model.family.prompt(model, PROMPTS[family][:1], model.guidance())
+    run = model.family.generate(model, asked, model.schedule, model.guidance(), [1], LoopOptions())
+    # the soft mean divides logits by 0.27 down to 0.0135, so that rounding grows from scale to scale: measured 4e-5
+    assert np.median(np.abs(run.codes[0].numpy() - codes[1])) <= 1e-3
+
+
+@pytest.mark.parametrize("method", ["fastvar", "stepvar", "depthvar", "ld_pruning"])
+def test_every_method_prunes_both_ways_alike(made: tuple[str, Path], method: str, tmp_path: Path) -> None:
+    family, folder = made
+    if family == "hart" and method in ("fastvar", "depthvar"):
+        pytest.skip("their parts are those of VAR's test; the time goes to what HART's last scale does differently")
+    calibration = shutil.copytree(folder / "calibration", tmp_path / "calibration")
+    prompts = folder / "prompts.txt"
+    done("calibrate", folder / "model", "--prompts", prompts, "-o", calibration, "--method", method)
+    done("export", folder / "model", "--plan", calibration / "plan.json", "-o", tmp_path / "bundle")
+    plan, model = load_plan(calibration / "plan.json"), load_model(str(folder / "model"))
+    assert plan.expected_speedup > 1.5
+    asked = model.family.prompt(model, PROMPTS[family][:1], model.guidance())
+    run = model.family.generate(model, asked, model.schedule, model.guidance(), [2], LoopOptions(plan=plan))
+    result = opened(tmp_path / "bundle").generate(PROMPTS[family][0], 2, "planned")
+    assert all(np.array_equal(a[0].numpy(), b) for a, b in zip(run.indices, result.indices, strict=True))
+
+
+def test_harts_last_scale_always_runs(made: tuple[str, Path], tmp_path: Path) -> None:
+    family, folder = made
+    if family != "hart":
+        pytest.skip("only HART has a residual head")
+    plan = load_plan(folder / "calibration" / "plan.json")
+    shorter = dense_plan(plan.backbone, plan.schedule).model_copy(update={"method": "fixed_exit", "skip_scales": (5,)})
+    with pytest.raises(ToprovarError, match="the last scale of hart always runs"):
+        shorter.check()
+    calibration = shutil.copytree(folder / "calibration", tmp_path / "calibration")
+    again = ("calibrate", folder / "model", "--prompts", folder / "prompts.txt", "-o", calibration)
+    assert "cannot exit early" in refusal(*again, "--method", "fixed_exit")
+    done(*again, "--method", "stepvar", "--preset", "paper")
+    assert not load_plan(calibration / "plan.json").skip_scales
 
 
 def test_what_a_class_is(tmp_path: Path, made: tuple[str, Path]) -> None:

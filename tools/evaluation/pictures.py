@@ -96,9 +96,9 @@ class BundleMaker:
 
     def make(self, prompt: str, seed: int, variant: str, guidance: Guidance | None = None) -> Picture:
         result = self.draw(prompt, seed, variant, guidance)
-        if result.image is None:
+        if result.picture is None:
             raise ToprovarError("the model has no tokenizer, so it makes no picture", "name one in its model.json")
-        return Picture(result.image, result.latency_ms["steps"])
+        return Picture(result.picture, result.latency_ms["steps"])
 
     def make_dense(self, prompts: Sequence[str], seeds: Sequence[int], guidance: Guidance) -> list[np.ndarray]:
         return [self.make(*pair, DENSE, guidance).image for pair in zip(prompts, seeds, strict=True)]

@@ -79,11 +79,9 @@ def test_pictures_of_another_size_are_refused():
         image_bits(BitTokenizer(TokenizerConfig(4, (32, 32), encoder=False)), noise_picture(40, 40), SCHEDULE)
 
 
-@pytest.mark.parametrize(("height", "width"), [(40, 40), (80, 47), (13, 200), (1, 1)])
+@pytest.mark.parametrize(("height", "width"), [(40, 40), (80, 47), (13, 200), (1, 1), (200, 13)])
 def test_pictures_of_any_size_are_fitted(height, width):
-    tokenizer = BitTokenizer(TokenizerConfig(4, (32, 32)))
-    schedule = ((1, 1), (10, 7))
-    fitted = fitted_picture(Image.fromarray(noise_picture(height, width)), schedule, tokenizer)
+    fitted = fitted_picture(Image.fromarray(noise_picture(height, width)), (20, 14))
     assert fitted.shape == (20, 14, 3)
     assert fitted.dtype == np.uint8
 
@@ -91,5 +89,5 @@ def test_pictures_of_any_size_are_fitted(height, width):
 def test_fitting_keeps_the_middle():
     columns = np.zeros((20, 60, 3), np.uint8)
     columns[:, 20:40] = (10, 200, 30)
-    fitted = fitted_picture(Image.fromarray(columns), ((1, 1), (10, 10)), BitTokenizer(TokenizerConfig(4, (32, 32))))
-    assert (fitted == (10, 200, 30)).all()
+    assert (fitted_picture(Image.fromarray(columns), (20, 20)) == (10, 200, 30)).all()
+    assert (fitted_picture(Image.fromarray(columns.transpose(1, 0, 2)), (20, 20)) == (10, 200, 30)).all()

@@ -11,13 +11,14 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprova
 
 from toprovar.exporter.infinitystar.codes import contribution  # noqa: E402
 from toprovar.exporter.infinitystar.generate import BitNoise, generate  # noqa: E402
-from toprovar.exporter.infinitystar.guidance import projected_difference, published_guidance  # noqa: E402
+from toprovar.exporter.infinitystar.guidance import projected_difference  # noqa: E402
 from toprovar.exporter.infinitystar.load import load_infinitystar  # noqa: E402
 from toprovar.exporter.infinitystar.schedule import VideoSchedule, video_schedule  # noqa: E402
+from toprovar.exporter.infinitystar.settings import published_guidance  # noqa: E402
 from toprovar.exporter.planned.loop import LoopOptions  # noqa: E402
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 from toprovar.runtime.guidance import Guidance, Projection  # noqa: E402
-from toprovar.runtime.plan import Backbone, Restore, Score, dense_plan  # noqa: E402
+from toprovar.runtime.plan import Backbone, Score, dense_plan  # noqa: E402
 from toprovar.tools.parity import compare_file  # noqa: E402
 
 FIXTURE = Path(__file__).parents[3].parent / "shared" / "fixtures" / "infinitystar_tiny.npz"
@@ -208,7 +209,3 @@ def test_what_does_not_fit_is_refused() -> None:
         generate(model, prompt, schedule, guidance, noise_of(0), given_bits=[torch.zeros(1, 1, 5)])
     with pytest.raises(ToprovarError, match="3 values; the schedule has 6 maps and 9 passes"):
         schedule.per_pass((1.0, 2.0, 3.0), "tau")
-    plan = dense_plan(Backbone(family="infinitystar", layers=2, width=24, heads=4, bits=20), schedule.flat)
-    plan = plan.model_copy(update={"restore": Restore(kind="prev_code")})
-    with pytest.raises(ToprovarError, match="restores codes of the pass before"):
-        generate(model, prompt, schedule, guidance, noise_of(0), options=LoopOptions(plan=plan))

@@ -13,7 +13,7 @@ from toprovar.exporter.video_tokenizer.graphs import decoder_graph, decoder_weig
 from toprovar.exporter.video_tokenizer.tokenizer import load_video_tokenizer  # noqa: E402
 from toprovar.exporter.weights_file import WEIGHTS_FILE, WeightSpec, layout_weights, write_weights  # noqa: E402
 
-# fp32 on both sides; measured 8e-6 of values up to 8, which random weights make
+# fp32 on both sides; measured 9e-6: random weights make values of 15 before clamping
 TOLERANCE = 3e-5
 
 

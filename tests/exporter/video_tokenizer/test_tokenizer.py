@@ -18,10 +18,11 @@ from toprovar.exporter.video_tokenizer.tokenizer import (  # noqa: E402
 )
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 
-# fp32 convolutions against float64; measured 1e-6 of the largest value
+# fp32 convolutions against float64; measured 2.5e-6 of the largest value
 TOLERANCE = 1e-5
-# chunks against the whole, both fp32: other shapes may take other convolution kernels; measured 0
-CHUNK_TOLERANCE = 1e-6
+# chunks against the whole, both fp32: other shapes take other convolution kernels; measured 0 here, 2e-6 of the largest
+# value at the published widths
+CHUNK_TOLERANCE = 1e-5
 
 
 def torch_weights(weights: dict[str, np.ndarray]) -> dict[str, Any]:
