@@ -358,6 +358,9 @@ def encode_prompts(
     kind: Annotated[EncoderKind, typer.Option("--kind", help="t5 for Infinity, qwen2-vl for HART.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="File of the rows.")] = Path("embeddings.safetensors"),
     negative: Annotated[str | None, typer.Option("--negative", help="Negative prompt for all of them.")] = None,
+    prefix: Annotated[
+        str, typer.Option("--prefix", help="Text before every prompt; InfinityStar has been trained with <<<t=5s>>>.")
+    ] = "",
     system_prompt: Annotated[
         Path | None, typer.Option("--system-prompt", help="qwen2-vl: text file, put in front of every prompt.")
     ] = None,
@@ -380,7 +383,7 @@ def encode_prompts(
 
         request = EncodingRequest(
             prompts=prompts, encoder=encoder, kind=kind.value, out=out, dtype=dtype.value, device=device.value,
-            negative=negative, system_prompt=system_prompt, limit=limit, download=download,
+            negative=negative, prefix=prefix, system_prompt=system_prompt, limit=limit, download=download,
         )  # fmt: skip
         facts = run_encoding(request, quiet=json)
         if json:
