@@ -149,6 +149,7 @@ class Calibration(Part):
 
     expected_speedup: mean over calibration prompts of what decisions led to, as a TLE speed-up
     measured_ssim:    mean SSIM to dense over some of them, where the plan was fitted to it
+    template:         the maps it was calibrated at, where the plan was carried over to others
     """
 
     prompts_sha256: str = ""
@@ -160,6 +161,7 @@ class Calibration(Part):
     stats: str = ""
     expected_speedup: Annotated[float, Field(gt=0)] | None = None
     measured_ssim: Annotated[float, Field(ge=-1, le=1)] | None = None
+    template: str = ""
     warnings: tuple[str, ...] = ()
 
 
@@ -380,7 +382,8 @@ class Plan(Part):
         if self.schedule != tuple(schedule):
             raise ToprovarError(
                 f"plan was made for another schedule: {_maps(self.schedule)} in the plan, {_maps(schedule)} asked for",
-                "calibrate at this size, or export at the plan's size",
+                "calibrate at this size, or export at the plan's size; export --aspect carries a plan over to another "
+                "template of its budget",
             )
 
 

@@ -13,6 +13,7 @@ from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, e
 from toprovar.exporter.lora import NO_ADAPTERS, Adapters
 from toprovar.exporter.model import is_published, load_model, published_without_weights
 from toprovar.exporter.output_folder import check_out
+from toprovar.exporter.plan_transfer import carried_over
 from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import ToprovarError
@@ -61,10 +62,18 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
     plan = load_plan(request.plan) if request.plan else None
     needs_weights = not (request.dry_run or request.graphs_only)
     if not needs_weights and is_published(request.model) and not Path(request.model).exists():
+        if request.adapters.files:
+            raise ToprovarError(
+                f"--lora needs weights to merge into; {request.model} is a published model's name alone",
+                "pass the checkpoint, or leave --lora out",
+            )
         model = published_without_weights(request.model)
     else:
         model = load_model(request.model, request.tokenizer, request.adapters)
     schedule = schedule_with(model, request.aspect, request.budget, request.frames)
+    if plan is not None and request.aspect is not None and plan.schedule != tuple(schedule):
+        plan = carried_over(plan, schedule)
+        console.say(f"note: {plan.calib.warnings[-1]}")
     if plan is not None:
         plan.check_backbone(model.backbone, schedule)
         if plan.backbone.weights_sha256 not in ("", model.weights_sha256):

@@ -22,11 +22,14 @@ def inspect_path(path: str) -> dict[str, Any]:
     Raises: ToprovarError if it is none of the three.
     """
     from toprovar.exporter.model import MODEL_FILE, PACKAGED
+    from toprovar.tools.bill import NAMES, published_config
 
     if path in PACKAGED:
         return _model(PACKAGED[path], path)
     place = Path(path)
     if not place.exists():
+        if path in NAMES:
+            return {"kind": "published model", "name": path, "config": asdict(published_config(path))}
         hint = f"give a file or folder, or a packaged model: {', '.join(PACKAGED)}"
         raise ToprovarError(f"{path} does not exist", hint)
     if place.is_dir() and (place / MANIFEST_FILE).exists():
@@ -128,6 +131,7 @@ def _plan(path: Path) -> dict[str, Any]:
         ],
         "skip_scales": list(plan.skip_scales),
         "restore": plan.restore.model_dump(mode="json"),
+        "carried_over_from": plan.calib.template or None,
         "warnings": list(plan.calib.warnings),
     }
 
