@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toprovar.exporter.families import Family
+from toprovar.exporter.schedules import nearest_template
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
 
@@ -95,6 +96,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def schedule(self, model: Model, aspect: float | None = None, budget: str | None = None) -> Schedule:
         """The maps. None takes the model's own. Raises: ToprovarError if the model cannot draw such maps."""
+
+    def template(self, aspect: float, schedule: Schedule) -> str:
+        """Which aspect a schedule really has, in words."""
+        height, width = schedule[-1]
+        return f"template {nearest_template(aspect)} (height over width), {height}x{width} tokens"
 
     @abstractmethod
     def guidance(self, model: Model, schedule: Schedule) -> Guidance:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toprovar.runtime.noise import SMOOTHING_PLANE, uniform_noise
+from toprovar.runtime.noise import SMOOTHING_PLANE, stream_noise
 
 SMALLEST_NOISE = 2.0**-25  # noise has 24 bits; zero would turn into an infinite Gumbel number
 
@@ -69,7 +69,7 @@ class IndexNoise:
 
     def uniform(self, plane: int, tokens: int, columns: int) -> np.ndarray:
         """[B, tokens, columns] in [0, 1)."""
-        return np.stack([uniform_noise(seed, plane, tokens, columns) for seed in self.seeds])
+        return np.stack([stream_noise(seed, plane, tokens, columns) for seed in self.seeds])
 
     def indices(self, scale: int, tokens: int, vocabulary: int) -> Tensor:
         return torch.from_numpy(self.uniform(scale, tokens, vocabulary))

@@ -34,6 +34,7 @@ from toprovar.runtime.noise import (
     NoiseAhead,
     check_seed,
     normal_noise,
+    stream_noise,
     uniform_noise,
 )
 from toprovar.runtime.table import StepTable
@@ -331,7 +332,8 @@ class _Run:
         prompt = joined_prompts(self.memory, [picture.tensors for picture in self.pictures], self.manifest.rows)
         groups = [Images(self.memory, self.manifest, self.table, list(range(len(self.pictures))), prompt)]
         seeds = [None if picture.request.noise else picture.request.seed for picture in self.pictures]
-        with NoiseAhead(seeds, self.manifest.schedule, self.manifest.model.bits) as self.noise:
+        make = stream_noise if self.manifest.model.draws_indices else uniform_noise
+        with NoiseAhead(seeds, self._planes(), make) as self.noise:
             for scale in range(len(self.manifest.schedule)):
                 following = []
                 for group in groups:
@@ -341,6 +343,16 @@ class _Run:
         self._check_finite(*(picture.codes for picture in self.pictures))
         for ran in self.ran:
             self._record(ran)
+
+    def _planes(self) -> dict[int, tuple[int, int]]:
+        """Noise that the variant's steps take, in order."""
+        planes = {}
+        columns = self.manifest.model.bits
+        for scale, (height, width) in enumerate(self.manifest.schedule):
+            planes[scale] = height * width, columns
+            if self.manifest.guidance.smooth:
+                planes[SMOOTHING_PLANE + scale] = height * width, columns
+        return planes
 
     def _check_finite(self, *codes: Any) -> None:
         """Values that are not finite stay so: the last codes tell, the earlier ones name the scale."""
@@ -434,12 +446,21 @@ class _Run:
         return inputs
 
     def _further_noise(self, group: Images, step: Step) -> dict[str, Any]:
-        """What smoothing and a residual head need, where a step has them."""
-        seeds = [self.pictures[image].request.seed for image in group.places]
+        """What smoothing and a residual head need, where a step has them; images are the last axis but one."""
         found = {}
         for name in FURTHER_NOISE & step.graph.inputs.keys():
             shape = step.graph.inputs[name].shape
-            made = [_further_noise(name, seed, step, shape) for seed in seeds]
+            tokens, columns = shape[-3], shape[-1]
+            made = []
+            for image in group.places:
+                seed = self.pictures[image].request.seed
+                if name == "smooth_noise":
+                    made.append(self.noise.of(image, seed, SMOOTHING_PLANE + step.scale))
+                elif name == "residual_start":
+                    made.append(normal_noise(seed, RESIDUAL_PLANE, tokens, columns))
+                else:
+                    planes = range(RESIDUAL_PLANE + 1, RESIDUAL_PLANE + 1 + shape[0])
+                    made.append(np.stack([normal_noise(seed, plane, tokens, columns) for plane in planes]))
             found[name] = self.memory.place(np.stack(made, -2))
         return found
 
@@ -535,16 +556,6 @@ class _Run:
 
 
 FURTHER_NOISE = {"smooth_noise", "residual_start", "residual_noise"}
-
-
-def _further_noise(name: str, seed: int, step: Step, shape: tuple[int, ...]) -> np.ndarray:
-    """One image's part of an input, which has the images on its last axis but one."""
-    tokens, columns = shape[-3], shape[-1]
-    if name == "smooth_noise":
-        return uniform_noise(seed, SMOOTHING_PLANE + step.scale, tokens, columns)
-    if name == "residual_start":
-        return normal_noise(seed, RESIDUAL_PLANE, tokens, columns)
-    return np.stack([normal_noise(seed, RESIDUAL_PLANE + 1 + k, tokens, columns) for k in range(shape[0])])
 
 
 # outputs of a step that later ones take by the same name: residuals, and keys of a video's clip for the next one

@@ -44,6 +44,7 @@ class CalibrationRequest:
     settings: MethodSettings = field(default_factory=MethodSettings)
     aspect: float | None = None
     budget: str | None = None
+    frames: int | None = None
     cfg: str | None = None
     tau: str | None = None
     seed: int = 0
@@ -128,7 +129,7 @@ def _check_fit(settings: MethodSettings, scales: int, layers: int) -> None:
 def gather(request: CalibrationRequest, model: Model) -> Statistics:
     """Runs the prompts that are not measured yet."""
     prompts = check_request(request)
-    schedule = schedule_with(model, request.aspect, request.budget)
+    schedule = schedule_with(model, request.aspect, request.budget, request.frames)
     guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
     _check_fit(request.settings, len(schedule), model.config.depth)
     check_model_fits(request.method, request.settings, len(schedule), model.config.depth)

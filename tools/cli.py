@@ -47,7 +47,13 @@ Tokenizer = Annotated[
     str | None, typer.Option("--tokenizer", help="Checkpoint of the bit tokenizer, for a bare checkpoint.")
 ]
 Aspect = Annotated[float | None, typer.Option("--aspect", help="Height over width; the nearest template is used.")]
-Budget = Annotated[str | None, typer.Option("--budget", help="Pixel budget: 0.06M, 0.25M, 0.60M or 1M.")]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", help="Pixel budget: 0.06M, 0.25M, 0.60M or 1M; of InfinityStar 0.40M or 0.90M."),
+]
+Frames = Annotated[
+    int | None, typer.Option("--frames", min=1, help="Length of the video in frames: 1, or a multiple of 4 plus 1.")
+]
 Cfg = Annotated[str | None, typer.Option("--cfg", help="Guidance: one value, or one per scale with commas.")]
 Tau = Annotated[
     str | None,
@@ -301,6 +307,7 @@ def calibrate(
     tokenizer: Tokenizer = None,
     aspect: Aspect = None,
     budget: Budget = None,
+    frames: Frames = None,
     cfg: Cfg = None,
     tau: Tau = None,
     seed: Seed = 0,
@@ -330,8 +337,9 @@ def calibrate(
         )
         request = CalibrationRequest(
             model=model, tokenizer=tokenizer, prompts=prompts, limit=limit, method=method, settings=settings,
-            aspect=aspect, budget=budget, cfg=cfg, tau=tau, seed=seed, out=out, target_ssim=target_ssim, resume=resume,
-            embeddings=embeddings, adapters=adapters_from(lora or (), lora_scale or (), lora_allow_unmatched),
+            aspect=aspect, budget=budget, frames=frames, cfg=cfg, tau=tau, seed=seed, out=out, target_ssim=target_ssim,
+            resume=resume, embeddings=embeddings,
+            adapters=adapters_from(lora or (), lora_scale or (), lora_allow_unmatched),
         )  # fmt: skip
         plan = run_calibration(request)
         if json:
@@ -428,6 +436,7 @@ def export(
     tokenizer: Tokenizer = None,
     aspect: Aspect = None,
     budget: Budget = None,
+    frames: Frames = None,
     cfg: Cfg = None,
     tau: Tau = None,
     overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace an older bundle.")] = True,
@@ -451,8 +460,8 @@ def export(
 
         request = ExportRequest(
             model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value if dtype else None,
-            text_tokens=text_tokens, images=images, aspect=aspect, budget=budget, cfg=cfg, tau=tau,
-            overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
+            text_tokens=text_tokens, images=images, aspect=aspect, budget=budget, frames=frames, cfg=cfg,
+            tau=tau, overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
             engines=EngineOptions(tuple(target or ()), compute_capability, allow_function_body, jobs),
             adapters=adapters_from(lora or (), lora_scale or (), lora_allow_unmatched),
         )  # fmt: skip

@@ -36,6 +36,7 @@ class ExportRequest:
     text_tokens: int | None = None
     aspect: float | None = None
     budget: str | None = None
+    frames: int | None = None
     cfg: str | None = None
     tau: str | None = None
     overwrite: bool = True
@@ -63,7 +64,7 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
         model = published_without_weights(request.model)
     else:
         model = load_model(request.model, request.tokenizer, request.adapters)
-    schedule = schedule_with(model, request.aspect, request.budget)
+    schedule = schedule_with(model, request.aspect, request.budget, request.frames)
     if plan is not None:
         plan.check_backbone(model.backbone, schedule)
         if plan.backbone.weights_sha256 not in ("", model.weights_sha256):

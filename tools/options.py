@@ -56,16 +56,19 @@ def guidance_with(base: Guidance, cfg: str | None, tau: str | None) -> Guidance:
     return Guidance(**values)
 
 
-def schedule_with(model: Model, aspect: float | None, budget: str | None) -> Schedule:
-    """The model's schedule, or that of another aspect or budget; says which template an aspect fell on."""
-    from toprovar.exporter.schedules import nearest_template
+def schedule_with(model: Model, aspect: float | None, budget: str | None, frames: int | None = None) -> Schedule:
+    """The model's schedule, or that of another aspect, budget or length; says which template an aspect fell on.
 
+    frames: of the video, from now on the model's own
+    Raises: ToprovarError if the model draws no videos, or has no such aspect, budget or length.
+    """
+    if frames is not None:
+        if model.family.video(model) is None:
+            raise ToprovarError(f"--frames {frames}: model {model.name} draws pictures", "leave --frames out")
+        model.settings = model.settings.model_copy(update={"frames": frames})
     schedule = model.family.schedule(model, aspect, budget)
     if aspect is not None:
-        height, width = schedule[-1]
-        console.say(
-            f"aspect {aspect:g}: template {nearest_template(aspect)} (height over width), {height}x{width} tokens"
-        )
+        console.say(f"aspect {aspect:g}: {model.family.template(aspect, schedule)}")
     return schedule
 
 

@@ -10,17 +10,18 @@ import numpy as np
 from toprovar.exporter.families import Family
 from toprovar.exporter.family import ModelFamily
 from toprovar.exporter.infinitystar.config import PUBLISHED
-from toprovar.exporter.infinitystar.guidance import published_guidance
 from toprovar.exporter.infinitystar.schedule import (
     BUDGET_SCALES,
     FRAMES_PER_SECOND,
     TEMPLATES,
     VideoSchedule,
     clips_of,
+    nearest_template,
     schedule_of,
     square_schedule,
     video_schedule,
 )
+from toprovar.exporter.infinitystar.settings import published_guidance
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
@@ -103,6 +104,11 @@ class InfinityStarFamily(ModelFamily):
         own_aspect = settings.aspect if "aspect" in said else ASPECT
         own_budget = settings.budget if "budget" in said else BUDGET
         return video_schedule(own_aspect if aspect is None else aspect, budget or own_budget, frames)
+
+    def template(self, aspect: float, schedule: Schedule) -> str:
+        name = nearest_template(aspect)
+        height, width = next(pair for pair in reversed(TEMPLATES[name]) if pair in schedule)  # of the image clip
+        return f"template {name} (height over width), {height}x{width} tokens per frame"
 
     def video_of(self, model: Model, schedule: Schedule) -> VideoSchedule:
         """The clips and frames behind a schedule of passes."""
@@ -232,12 +238,12 @@ class InfinityStarFamily(ModelFamily):
     def decoder_graph(
         self, model: Model, size: tuple[int, int], layout: WeightsLayout, resized: tuple[int, int] | None = None
     ) -> GraphBuilder | None:
-        if resized is not None:
-            raise ToprovarError(
-                "the plan decides by small pictures, which bundles of InfinityStar do not make",
-                "calibrate with another method",
-            )
-        return self._decoder(model, size, layout, is_first=True)
+        from toprovar.exporter.video_tokenizer.graphs import small_decoder_graph
+
+        if resized is None:
+            return self._decoder(model, size, layout, is_first=True)
+        maps = sum(clips_of(_frames(model)))
+        return small_decoder_graph(model.tokenizer.config, maps, (size[0] // maps, size[1]), resized, layout)
 
     def following_decoder_graph(
         self, model: Model, size: tuple[int, int], layout: WeightsLayout

@@ -1,15 +1,11 @@
-"""Adaptive projected guidance on the logits of a pass, and how the published models set it."""
+"""Adaptive projected guidance on the logits of a pass."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from toprovar.exporter.infinitystar.schedule import VideoSchedule
-from toprovar.runtime.guidance import Guidance, Projection
-
-PUBLISHED_SCALE = 34.0
-PUBLISHED_TAU = (1.0, 0.4)  # of the image clip, of the others
+from toprovar.runtime.guidance import Projection
 
 
 def projected_difference(conditional: Tensor, unconditional: Tensor, projection: Projection) -> Tensor:
@@ -31,14 +27,3 @@ def guided(logits: Tensor, cfg: float, projection: Projection) -> Tensor:
     """logits: [2B, n, V], conditional rows first -> [B, n, V]."""
     pairs = zip(*logits.chunk(2), strict=True)
     return torch.stack([c + (cfg - 1) * projected_difference(c, u, projection) for c, u in pairs])
-
-
-def published_guidance(schedule: VideoSchedule, scale: float = PUBLISHED_SCALE) -> Guidance:
-    """One value per pass."""
-    steps = schedule.passes()
-    return Guidance(
-        cfg=(scale,) * len(steps),
-        tau=tuple(PUBLISHED_TAU[min(step.clip, 1)] for step in steps),
-        top_p=0,
-        projection=Projection(),
-    )

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from torch import Tensor
 
 from toprovar.exporter.graph_builder import GraphBuilder
+from toprovar.exporter.resize_matrices import resize_pair
 from toprovar.exporter.video_tokenizer.config import PAST, PATCH, SPACE, VideoStage, VideoTokenizerConfig
 from toprovar.exporter.video_tokenizer.tokenizer import VideoTokenizer, condition_frames
 from toprovar.exporter.weights_file import WeightsLayout
@@ -61,6 +62,17 @@ def decoder_graph(
     return _Drawing(config, maps, size, layout, is_first).graph()
 
 
+def small_decoder_graph(
+    config: VideoTokenizerConfig, maps: int, size: tuple[int, int], resized: tuple[int, int], layout: WeightsLayout
+) -> GraphBuilder:
+    """A whole video at once, from maps that are first brought to a small size.
+
+    Input:  codes [1, d, maps*h, w], the maps on top of one another
+    Output: image [1, 3, T*H, W] in [-1, 1], the frames on top of one another; the first is a copy of the second
+    """
+    return _Drawing(config, maps, resized, layout, True).small_picture(size)
+
+
 class _Drawing:
     """The state of a graph being written: size of the maps so far and number of convolutions that kept a past."""
 
@@ -77,6 +89,26 @@ class _Drawing:
         g, config = self.g, self.config
         codes = g.input("codes", (1, config.code_channels, self.maps, *self.size))
         self.past = [] if self.is_first else [g.input(f"past_{i:02d}", shape) for i, shape in enumerate(self.pasts)]
+        g.output(self.video(codes), "video", (1, 3, self.frames, self.height, self.width))
+        for i, (kept, shape) in enumerate(zip(self.kept, self.pasts, strict=True)):
+            g.output(kept, f"past_next_{i:02d}", shape)
+        return g
+
+    def small_picture(self, size: tuple[int, int]) -> GraphBuilder:
+        g, d, (height, width) = self.g, self.config.code_channels, size
+        self.past = []
+        codes = g.reshape(g.input("codes", (1, d, self.maps * height, width)), (1, d, self.maps, height, width))
+        video = self.video(g.resize(codes, *resize_pair("bilinear", size, self.size)))
+        if self.frames > 1:
+            shown = g.Slice(video, [1], [2], [2]), g.Slice(video, [1], [self.frames], [2])
+            video = g.Concat(*shown, axis=2)
+        shape = (1, 3, self.frames * self.height, self.width)
+        g.output(g.reshape(video, shape), "image", shape)
+        return g
+
+    def video(self, codes: ir.Value) -> ir.Value:
+        """[1, d, t, h, w] -> [1, 3, T, H, W] in [-1, 1]."""
+        g, config = self.g, self.config
         self.z = self.decoder_input(codes)
         stages = config.decoder
         x = self.conv(self.z, "decoder.conv_in")
@@ -88,11 +120,7 @@ class _Drawing:
             if stage.resized is not None:
                 x = self.grow(x, f"decoder.up_blocks.{i}.upsamplers.0.conv", stage)
         x = self.conv(self.swish(self.conditioned(x, "decoder.norm_out")), "decoder.conv_out")
-        video = g.Clip(x, np.float32(-1), np.float32(1))
-        g.output(video, "video", (1, 3, self.frames, self.height, self.width))
-        for i, (kept, shape) in enumerate(zip(self.kept, self.pasts, strict=True)):
-            g.output(kept, f"past_next_{i:02d}", shape)
-        return g
+        return g.Clip(x, np.float32(-1), np.float32(1))
 
     def decoder_input(self, codes: ir.Value) -> ir.Value:
         """[1, d, t, h, w] -> [1, z, t, 2h, 2w]."""

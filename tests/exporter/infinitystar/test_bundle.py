@@ -15,15 +15,20 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprova
 pytest.importorskip("onnxruntime", reason="needs ONNX Runtime: pip install 'toprovar[onnxruntime]'")
 
 from helpers import differing_bits, open_pipeline  # noqa: E402
+from plans import logistic  # noqa: E402
 
 from toprovar.exporter.bundle_writer import export_bundle  # noqa: E402
+from toprovar.exporter.infinitystar.generate import BitNoise, generate  # noqa: E402
 from toprovar.exporter.model import load_model  # noqa: E402
 from toprovar.exporter.planned.loop import Generation, LoopOptions  # noqa: E402
 from toprovar.exporter.planned.step import StepOptions  # noqa: E402
-from toprovar.runtime.decisions import EnergyMassDecision, RhoDecision, SatsDecision  # noqa: E402
+from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend  # noqa: E402
+from toprovar.runtime.bundle import open_bundle  # noqa: E402
+from toprovar.runtime.decisions import EnergyMassDecision, RhoDecision, SatsDecision, SkipvarDecision  # noqa: E402
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 from toprovar.runtime.guidance import Guidance  # noqa: E402
-from toprovar.runtime.pipeline import Result, picture_from_image  # noqa: E402
+from toprovar.runtime.noise import noise_that_draws  # noqa: E402
+from toprovar.runtime.pipeline import Pipeline, Result, picture_from_image  # noqa: E402
 from toprovar.runtime.plan import CfgStop, Plan, PlanPath, Restore, Score  # noqa: E402
 
 PROMPT, SEED = "red apple on house", 7
@@ -45,7 +50,7 @@ def exported(model: Any, folder: Path, plan: Plan | None = None, guidance: Guida
 
 def in_torch(model: Any, guidance: Guidance, plan: Plan | None = None) -> Generation:
     prompt = model.family.prompt(model, [PROMPT], guidance)
-    options = LoopOptions(plan=plan)
+    options = LoopOptions(plan=plan, small_picture=lambda codes, size: model.family.small_picture(model, codes, size))
     run: Generation = model.family.generate(model, prompt, model.schedule, guidance, [SEED], options)
     return run
 
@@ -100,6 +105,20 @@ PLANS: dict[str, dict[str, Any]] = {
         "cfg_stop": CfgStop(mode="decided"),
         "decisions": (EnergyMassDecision(mass=0.6), SatsDecision(scales=(13, 14), delta=0.5)),
     },
+    "small pictures say that the last passes go": {
+        "cfg_stop": CfgStop(),
+        "paths": {"exit": PlanPath(skip_scales=(15, 16, 17)), "conditional": PlanPath(cfg_stop=14)},
+        "decisions": (
+            SkipvarDecision(
+                scale=12,
+                feature_scale=4,
+                skip=logistic((0.0, 1.0), (0, 1)),
+                uncond=logistic((1.0, 0.0), (0, 1)),
+                skip_paths={1: "exit"},
+                uncond_paths={1: "conditional"},
+            ),
+        ),
+    },
     "path entered behind the closing pass": {
         "score": Score(kind="entropy", source_layer={LAST: {1: 0, 2: 0}}),
         "restore": Restore(kind="cached_residual", ref_scale=7),
@@ -137,6 +156,30 @@ def test_pytorch_and_onnx_runtime_draw_the_same_video(star: Any, tmp_path: Path,
             assert np.array_equal(run.kept[step.scale, layer].numpy(), kept), (step.scale, layer)
 
 
+def test_kernels_and_bodies_draw_the_same_bits(star: Any, tmp_path: Path, with_plugins: Any) -> None:
+    """Query heads are folded into tokens: more queries than new keys."""
+    exported(star, tmp_path / "b", plan_of(star, **PLANS["entropy, cached residual"]))
+    bundle = open_bundle(tmp_path / "b")
+    by = {name: Pipeline(bundle, OnnxRuntimeBackend(bundle, 1, operators=name)) for name in ("body", "library")}
+    assert by["library"].backend.operators == "library"  # type: ignore[attr-defined]
+    body, library = (by[name].generate(PROMPT, SEED, "planned") for name in ("body", "library"))
+    assert all(np.array_equal(a, b) for a, b in zip(body.bits, library.bits, strict=True))
+
+
+def test_small_pictures_are_those_of_the_loop(star: Any, tmp_path: Path) -> None:
+    exported(star, tmp_path / "b", plan_of(star, **PLANS["small pictures say that the last passes go"]))
+    backend = open_pipeline(tmp_path / "b").backend
+    assert isinstance(backend, OnnxRuntimeBackend)
+    graph = open_bundle(tmp_path / "b").manifest.small_decoder
+    assert graph is not None
+    codes = np.random.default_rng(4).standard_normal(graph.inputs["codes"].shape).astype(np.float32)
+    found = {"image": np.empty(graph.outputs["image"].shape, np.float32)}
+    backend.run(graph, {"codes": codes}, found)
+    expected = star.family.small_picture(star, torch.from_numpy(codes), (3, 3))
+    assert found["image"][0].shape == expected.shape == (3, 9 * 24, 24)
+    np.testing.assert_allclose(found["image"][0], expected, atol=3e-5)  # fp32 convolutions; as the video decoder's test
+
+
 def test_decisions_of_the_table_are_taken(star: Any) -> None:
     guidance = star.guidance()
     run = in_torch(star, guidance, plan_of(star, **PLANS["ladder across clips, guidance decided"]))
@@ -169,6 +212,23 @@ def test_without_guidance_one_row_runs(star: Any, tmp_path: Path) -> None:
     assert pipeline.manifest.rows == 1
     assert {step.graph.inputs["text_k_00"].shape[1] for step in pipeline.steps("dense")} == {1}
     same(in_torch(star, off), pipeline.generate(PROMPT, SEED))
+
+
+def test_a_video_goes_on_from_given_bits(star: Any, tmp_path: Path) -> None:
+    """As image to video does: the image clip is given, the rest is drawn."""
+    guidance = exported(star, tmp_path / "b")
+    pipeline = open_pipeline(tmp_path / "b")
+    first = pipeline.generate(PROMPT, SEED)
+    given = [1 - bits for bits in first.bits[: CLOSING + 1]]
+    result = pipeline.generate(PROMPT, SEED, noise=noise_that_draws(given, SEED))
+    assert all(np.array_equal(a, b) for a, b in zip(given, result.bits, strict=False))
+    video = star.family.video_of(star, star.schedule)
+    prompt, noise = star.family.prompt(star, [PROMPT], guidance), BitNoise([SEED], 8)
+    tensors = [torch.from_numpy(bits)[None] for bits in given]
+    run = generate(star.transformer, prompt, video, guidance, noise, given_bits=tensors)
+    run.counts = [[step.counts for step in result.steps]]  # given passes do not run in the loop
+    same(run, result)
+    assert any((a != b).any() for a, b in zip(first.bits[-3:], result.bits[-3:], strict=True))
 
 
 def test_negative_prompt_of_another_length_is_padded_as_in_the_loop(star: Any, tmp_path: Path) -> None:
@@ -210,6 +270,27 @@ def test_what_a_bundle_cannot_do_is_refused(star: Any, tmp_path: Path) -> None:
         star.family.prompt_graph(star, None, StepOptions(text_tokens=13))
     with pytest.raises(ToprovarError, match="a schedule of 2 passes, last 5x5, is none of InfinityStar's"):
         star.family.video_of(star, ((1, 1), (5, 5)))
+
+
+def test_length_of_the_video_is_an_option(star: Any, tmp_path: Path) -> None:
+    model = write_tiny_star(tmp_path / "model")
+    done("export", model, "--frames", 13, "-o", tmp_path / "b")
+    manifest = open_bundle(tmp_path / "b").manifest
+    assert manifest.video is not None
+    assert (manifest.video.maps, manifest.code_shape) == (4, (8, 4 * 12, 12))
+    assert "a video of 6 frames cannot be made" in refusal("export", model, "--frames", 6, "-o", tmp_path / "c")
+    assert "model demo draws pictures" in refusal("export", "demo", "--frames", 5, "-o", tmp_path / "c")
+
+
+def test_published_size_is_billed_without_weights() -> None:
+    result = done("export", "infinitystar-8b", "--frames", 1, "--budget", "0.06M", "--dry-run", "-o", "x", "--json")
+    facts = json.loads(result.stdout)
+    assert (
+        facts["graphs"] == 15
+    )  # prompt, decoder, the first pass, eleven maps, and the last pass over the last of them
+    assert len(facts["scales"]) == 33
+    assert abs(facts["weights_bytes"] / 1e9 - 35.6) < 0.1
+    assert facts["cache_bytes"] == 128 * 2 * 36 * 8 * 128 * 4 * 2  # text, two rows, fp32
 
 
 def test_tokenizer_must_fit(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprova
 
 from toprovar.exporter.infinitystar.codes import contribution  # noqa: E402
 from toprovar.exporter.infinitystar.generate import BitNoise, generate  # noqa: E402
-from toprovar.exporter.infinitystar.guidance import projected_difference, published_guidance  # noqa: E402
+from toprovar.exporter.infinitystar.guidance import projected_difference  # noqa: E402
 from toprovar.exporter.infinitystar.load import load_infinitystar  # noqa: E402
 from toprovar.exporter.infinitystar.schedule import VideoSchedule, video_schedule  # noqa: E402
+from toprovar.exporter.infinitystar.settings import published_guidance  # noqa: E402
 from toprovar.exporter.planned.loop import LoopOptions  # noqa: E402
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 from toprovar.runtime.guidance import Guidance, Projection  # noqa: E402
