@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from toprovar.exporter.checkpoints import Checkpoint, open_checkpoint
 from toprovar.exporter.families import Family, canonical_tokenizer_names, expect_shapes, recognise_family
@@ -26,6 +26,7 @@ from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.json_files import read_json
+from toprovar.runtime.manifest import MANIFEST_FILE
 from toprovar.runtime.plan import Backbone, model_from_json
 from toprovar.runtime.word_tokenizer import tokenizer_from_document
 
@@ -66,7 +67,7 @@ class ModelFile(BaseModel):
     tau: Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], Field(min_length=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], Field(min_length=1)] | None = None
-    smooth: bool | None = None
+    smooth: StrictBool | None = None
     text_tokens: Annotated[int, Field(ge=1, le=512)] | None = None
 
 
@@ -172,6 +173,11 @@ def load_tokenizer(tensors: Mapping[str, Any], what: str) -> BitTokenizer:
     return model.eval().requires_grad_(False)
 
 
+def read_model_file(path: Path) -> ModelFile:
+    """Raises: ToprovarError for the first setting that is unknown or out of range."""
+    return model_from_json(ModelFile, read_json(path), str(path), "mend the file, or leave the setting out")
+
+
 def _model_file(model: str) -> tuple[str, Path, ModelFile] | None:
     """The model.json a name stands for, if it stands for one."""
     folder = PACKAGED.get(model, Path(model))
@@ -181,7 +187,7 @@ def _model_file(model: str) -> tuple[str, Path, ModelFile] | None:
     return (
         (model if model in PACKAGED else folder.name),
         path.parent,
-        model_from_json(ModelFile, read_json(path), str(path)),
+        read_model_file(path),
     )
 
 
@@ -195,6 +201,11 @@ def load_model(model: str, tokenizer: str | None = None, adapters: Adapters = NO
     """
     require_torch()
     named = _model_file(model)
+    if (Path(model) / MANIFEST_FILE).is_file():
+        raise ToprovarError(
+            f"{model} is a bundle; expected a model",
+            "pass the checkpoint, or the folder with model.json, it was made of",
+        )
     if named is None:
         name, folder, facts = Path(model).name, Path(), ModelFile(transformer=model, tokenizer=tokenizer)
     else:
@@ -217,6 +228,7 @@ def _load(name: str, folder: Path, facts: ModelFile, adapters: Adapters) -> Mode
             "check which file is which",
         )
     family = FAMILIES[found]
+    family.check_settings(name, facts)
     checkpoint = adapters.merged_into(checkpoint)
     transformer = family.load(checkpoint.tensors, str(folder / facts.transformer), facts)
     digest = hashlib.sha256(checkpoint.digest().encode())

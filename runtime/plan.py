@@ -401,9 +401,10 @@ def _shortened(text: str) -> str:
 
 
 Model = TypeVar("Model", bound=BaseModel)
+MADE = "make the file again; it is not meant to be edited by hand"
 
 
-def model_from_json(kind: type[Model], value: Any, what: str) -> Model:
+def model_from_json(kind: type[Model], value: Any, what: str, hint: str = MADE) -> Model:
     """Validates parsed JSON; the first fault becomes one message with its place.
 
     Raises: ToprovarError.
@@ -424,7 +425,7 @@ def model_from_json(kind: type[Model], value: Any, what: str) -> Model:
         place = _shortened(".".join(str(part) for part in first["loc"]) or "document")
         raise ToprovarError(
             f"{what}: {place}: {first['msg'][:1].lower()}{first['msg'][1:]} (found {_shortened(repr(first['input']))})",
-            "make the file again; it is not meant to be edited by hand",
+            hint,
         ) from None
 
 

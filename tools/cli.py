@@ -70,6 +70,9 @@ Embeddings = Annotated[
     Path | None,
     typer.Option("--embeddings", help="Prompts encoded beforehand (toprovar encode-prompts), in place of an encoder."),
 ]
+TimedPrompt = Annotated[
+    str | None, typer.Option("--prompt", "-p", help="What to draw; red apple, or class 0, if left out.")
+]
 Lora = Annotated[
     list[Path] | None,
     typer.Option("--lora", help="Adapter to merge into the transformer: a file, or PEFT's folder; repeatable."),
@@ -558,7 +561,7 @@ def run(
 @app.command()
 def bench(
     bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = "red apple",
+    prompt: TimedPrompt = None,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs per variant; the median counts.")] = 5,
     seed: Seed = 0,
     backend: BackendOption = Backend.onnxruntime,
@@ -592,7 +595,7 @@ def profile(
     variant: Annotated[
         str | None, typer.Option("--variant", help="dense or planned; planned where the bundle has it.")
     ] = None,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = "red apple",
+    prompt: TimedPrompt = None,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs; medians count.")] = 5,
     seed: Seed = 0,
     peak_tflops: Annotated[

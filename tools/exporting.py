@@ -11,7 +11,7 @@ from rich.table import Table
 
 from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, export_graphs
 from toprovar.exporter.lora import NO_ADAPTERS, Adapters
-from toprovar.exporter.model import is_published, load_model, published_without_weights
+from toprovar.exporter.model import Model, is_published, load_model, published_without_weights
 from toprovar.exporter.output_folder import check_out
 from toprovar.exporter.plan_transfer import carried_over
 from toprovar.exporter.planned.step import StepOptions
@@ -79,7 +79,7 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
         if plan.backbone.weights_sha256 not in ("", model.weights_sha256):
             console.say("warning: the plan was calibrated on other weights of the same shape")
     guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
-    text_tokens = request.text_tokens or model.text_tokens
+    text_tokens = _text_tokens(model, request.text_tokens)
     dtype = request.dtype or ("bf16" if engines.targets else "fp32")
     options = replace(StepOptions.for_guidance(guidance, model.config.depth, text_tokens, dtype), images=request.images)
     if not needs_weights:
@@ -126,6 +126,23 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
         "variants": list(manifest.variants),
         "engines": [engine_facts(summary) for summary in summaries],
     }
+
+
+def _text_tokens(model: Model, asked: int | None) -> int:
+    """Raises: ToprovarError where prompts are no texts."""
+    if asked is None:
+        return model.text_tokens
+    if model.family.takes_classes:
+        raise ToprovarError(
+            f"model {model.name} draws classes, which have no tokens; --text-tokens {asked} was given",
+            "leave --text-tokens out",
+        )
+    if model.family.attends_padding and asked != model.text_tokens:
+        console.say(
+            f"warning: padding takes part in the attention of {model.family.name}; with {asked} text tokens in place "
+            f"of {model.text_tokens} it draws other pictures than it was calibrated with"
+        )
+    return asked
 
 
 def _print_bill(name: str, facts: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.guidance import Guidance, grown, per_scale
+from toprovar.runtime.guidance import LARGEST, Guidance, grown, per_scale
 from toprovar.tools import console
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from toprovar.exporter.lora import Adapters, LoraReport
     from toprovar.exporter.model import Model
     from toprovar.exporter.schedules import Schedule
-
-
-LARGEST = 1000.0  # of cfg and tau
 
 
 def numbers(text: str, name: str) -> list[float]:

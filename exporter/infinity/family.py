@@ -37,6 +37,7 @@ class InfinityFamily(ModelFamily):
     tokenizer = Family.BIT_TOKENIZER
     published = tuple(PUBLISHED)
     unconditional = "cfg_uncond"
+    settings = frozenset({"aspect", "budget"})
 
     def load(self, tensors: Mapping[str, Any], what: str, settings: ModelFile) -> Infinity:
         from toprovar.exporter.model import load_infinity
