@@ -419,7 +419,7 @@ class _Run:
             noise.append(self.noise.of(image, request.seed, scale) if made is None else made)
         inputs = {
             "codes": group.codes,
-            "noise": place(np.stack(noise, 1)),  # [L, B, bits]
+            "noise": place(_side_by_side(noise)),  # [L, B, columns]
             "cfg": place(np.array([self.guidance.cfg[scale]], np.float32)),
             "tau": place(np.array([self.guidance.tau[scale]], np.float32)),
             "bit_limit": self.limit,
@@ -461,7 +461,7 @@ class _Run:
                 else:
                     planes = range(RESIDUAL_PLANE + 1, RESIDUAL_PLANE + 1 + shape[0])
                     made.append(np.stack([normal_noise(seed, plane, tokens, columns) for plane in planes]))
-            found[name] = self.memory.place(np.stack(made, -2))
+            found[name] = self.memory.place(_side_by_side(made))
         return found
 
     def _outputs(self, group: Images, step: Step) -> dict[str, Any]:
@@ -556,6 +556,11 @@ class _Run:
 
 
 FURTHER_NOISE = {"smooth_noise", "residual_start", "residual_noise"}
+
+
+def _side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Images as the last axis but one; one image's is not copied, since maps of a codebook take 67 MB."""
+    return arrays[0][..., None, :] if len(arrays) == 1 else np.stack(arrays, -2)
 
 
 # outputs of a step that later ones take by the same name: residuals, and keys of a video's clip for the next one

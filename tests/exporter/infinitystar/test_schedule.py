@@ -111,7 +111,7 @@ def test_a_schedule_is_found_by_its_passes() -> None:
     assert schedule_of(long.flat, [own, video_schedule(0.75, "0.25M")]) == long
     assert schedule_of(own.flat, [own]) == own
     assert own.semantic_scales == 1
-    for flat in (own.flat[:-1], ((2, 2), *own.flat[1:]), own.flat + ((1, 1),)):
+    for flat in (own.flat[:-1], ((2, 2), *own.flat[1:]), (*own.flat, (1, 1))):
         with pytest.raises(ToprovarError, match="is none of InfinityStar's"):
             schedule_of(flat, [own])
 
