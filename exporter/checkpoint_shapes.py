@@ -63,7 +63,13 @@ class CheckpointShapes:
         """
         name = "blocks.0.attn.scale_mul_1H11"
         if name in self.shapes:
-            return self.of(name, 4)[1], True
+            found = self.of(name, 4)[1]
+            if told not in (None, found):
+                raise ToprovarError(
+                    f"{self.family} checkpoint with {found} heads, as {name} tells; {told} were named",
+                    "leave heads out of its model.json",
+                )
+            return found, True
         if told is None:
             raise ToprovarError(
                 f"{self.family} checkpoint without {name}: its number of heads cannot be told from shapes", hint

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toprovar.exporter.checkpoints import check_finite
 from toprovar.exporter.families import expect_shapes
+from toprovar.exporter.loading import fp32
 from toprovar.exporter.weights_file import Thunks
 from toprovar.runtime.errors import ToprovarError
 
 RESIDUAL_SHARE = 0.5  # of the convolution in a smoothed map
-_CONVOLUTION = re.compile(r"quantize\.quant_resi\.qresi_ls\.(\d+)\.weight")
+_CONVOLUTION = re.compile(r"quantize\.quant_resi\.qresi_ls\.(\d{1,3})\.(weight|bias)")
 
 
 def smoothing_index(scale: int, scales: int, convolutions: int = 4) -> int:
@@ -88,13 +88,12 @@ def load_quantizer(tensors: Mapping[str, Any], what: str) -> Quantizer:
             "[codes, channels]",
             "pass the tokenizer that was published with this transformer",
         )
-    convolutions = len([name for name in shapes if _CONVOLUTION.fullmatch(name)])
+    last = max((int(found[1]) for name in shapes if (found := _CONVOLUTION.fullmatch(name))), default=0)
     with torch.device("meta"):
-        quantizer = Quantizer(*codebook, max(convolutions, 1))
+        quantizer = Quantizer(*codebook, last + 1)
     expected = {f"quantize.{name}": tuple(tensor.shape) for name, tensor in quantizer.state_dict().items()}
     expect_shapes(shapes, expected, what)
-    state = {name.removeprefix("quantize."): tensors[own[name]].float() for name in expected}
-    check_finite(state, what)
+    state = {name.removeprefix("quantize."): fp32(tensors, own[name], what) for name in expected}
     quantizer.load_state_dict(state, assign=True)
     return quantizer.eval().requires_grad_(False)
 

@@ -35,7 +35,9 @@ class ModelFamily(ABC):
     transformer, tokenizer: what their checkpoints are recognised as
     needs_tokenizer:   no step runs without it (its codebook is the transformer's vocabulary)
     takes_classes:     a prompt is the number of a class instead of a text
+    attends_padding:   prompts of another length are other prompts
     text_tokens:       length that prompts are padded to, where the model does not say
+    settings:          what it reads of model.json, besides files, cfg, tau, top_p and of texts text_tokens
     published:         names of full-size models that need no weights
     unconditional:     tensor with the learned text rows that stand for no prompt; None: no text is zeros
     has_cache:         every scale sees the keys of all earlier ones; False where steps say themselves what they see
@@ -46,12 +48,25 @@ class ModelFamily(ABC):
     tokenizer: Family
     needs_tokenizer = False
     takes_classes = False
+    attends_padding = False
     text_tokens = 128
+    settings: frozenset[str] = frozenset()
     published: tuple[str, ...] = ()
     unconditional: str | None = None
     has_cache = True
 
     # -- loading ---------------------------------------------------------------------------------------------------
+
+    def check_settings(self, name: str, facts: ModelFile) -> None:
+        """Raises: ToprovarError for a setting of model.json that would not change anything."""
+        read = EVERYWHERE | self.settings | (frozenset() if self.takes_classes else {"text_tokens"})
+        given = sorted(key for key in facts.model_fields_set - read if getattr(facts, key) is not None)
+        if given:
+            raise ToprovarError(
+                f"model {name} has {given[0]} {_shown(getattr(facts, given[0]))} in its model.json; "
+                f"a model of family {self.name} has no such setting",
+                f"leave it out; settings of the family: {', '.join(sorted(read - FILES - {'schema_version'}))}",
+            )
 
     @abstractmethod
     def load(self, tensors: Mapping[str, Any], what: str, settings: ModelFile) -> Any:
@@ -181,6 +196,14 @@ class ModelFamily(ABC):
     ) -> GraphBuilder | None:
         """Decoder of a video's further chunks, where one chunk is not all."""
         return None
+
+
+FILES = frozenset({"transformer", "tokenizer", "text_encoder", "vocabulary"})
+EVERYWHERE = FILES | {"schema_version", "cfg", "tau", "top_p"}
+
+
+def _shown(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 # norms, modulation, embeddings, head, positions, codebook, decoder

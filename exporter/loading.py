@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toprovar.exporter.checkpoints import LazyTensors, check_finite
 from toprovar.exporter.families import DROPPED_KEYS, Shape, expect_shapes
+from toprovar.runtime.errors import ToprovarError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,10 +25,16 @@ def shapes_of(tensors: Mapping[str, Any]) -> dict[str, Shape]:
 def fp32(tensors: Mapping[str, Any], name: str, what: str) -> Tensor:
     """One tensor, checked; of a checkpoint, no more stays in memory than the tensor itself.
 
-    Raises: ToprovarError if it is not finite.
+    Raises: ToprovarError if it is not finite, or holds integers.
     """
     import torch
 
+    dtype = tensors.entry(name).dtype if isinstance(tensors, LazyTensors) else tensors[name].dtype
+    if not dtype.is_floating_point:
+        raise ToprovarError(
+            f"{what}: tensor {name} holds {str(dtype).removeprefix('torch.')}; expected floating point numbers",
+            "quantized checkpoints are not read: pass the one in fp32, fp16 or bf16",
+        )
     tensor = tensors.converted(name, torch.float32) if isinstance(tensors, LazyTensors) else tensors[name].float()
     check_finite({name: tensor}, what)
     return tensor

@@ -7,32 +7,28 @@ checkpoint path with the tokenizer beside it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from toprovar.exporter.checkpoints import Checkpoint, open_checkpoint
-from toprovar.exporter.families import Family, canonical_tokenizer_names, expect_shapes, recognise_family
+from toprovar.exporter.families import Family, recognise_family
 from toprovar.exporter.family import ModelFamily
 from toprovar.exporter.family_table import FAMILIES
-from toprovar.exporter.infinity.config import config_from_shapes
 from toprovar.exporter.infinity.family import InfinityFamily
-from toprovar.exporter.loading import fp32, shapes_of
 from toprovar.exporter.lora import NO_ADAPTERS, Adapters
 from toprovar.exporter.schedules import Schedule
 from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 from toprovar.runtime.guidance import Guidance
 from toprovar.runtime.json_files import read_json
+from toprovar.runtime.manifest import MANIFEST_FILE
 from toprovar.runtime.plan import Backbone, model_from_json
 from toprovar.runtime.word_tokenizer import tokenizer_from_document
 
 if TYPE_CHECKING:
     from toprovar.exporter.demo.text_encoder import WordTextEncoder
-    from toprovar.exporter.infinity.tokenizer import BitTokenizer
-    from toprovar.exporter.infinity.transformer import Infinity
     from toprovar.exporter.weights_file import Thunks
     from toprovar.runtime.embeddings import PromptEmbeddings
 
@@ -66,7 +62,7 @@ class ModelFile(BaseModel):
     tau: Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], Field(min_length=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], Field(min_length=1)] | None = None
-    smooth: bool | None = None
+    smooth: StrictBool | None = None
     text_tokens: Annotated[int, Field(ge=1, le=512)] | None = None
 
 
@@ -127,49 +123,9 @@ def require_torch() -> None:
         raise EnvironmentFault("PyTorch is not installed", "pip install 'toprovar[torch]'") from None
 
 
-def load_infinity(tensors: Mapping[str, Any], what: str, patchify: bool = False) -> Infinity:
-    """Builds the transformer whose sizes the tensors have, and loads them (fp32).
-
-    Raises: ToprovarError for the first tensor that is missing or has another shape.
-    """
-    import torch
-
-    from toprovar.exporter.infinity.transformer import Infinity
-
-    shapes = shapes_of(tensors)
-    config = config_from_shapes(shapes, patchify)
-    with torch.device("meta"):
-        model = Infinity(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in list(expected):  # the custom training kernel stores this factor with two axes swapped
-        if name.endswith("scale_mul_1H11") and shapes.get(name) == (1, 1, config.heads, 1):
-            shapes[name] = expected[name]
-        if name.endswith("zero_k_bias"):
-            shapes.setdefault(name, expected[name])
-    expect_shapes(shapes, expected, what)
-    state = {}
-    for name, shape in expected.items():
-        state[name] = fp32(tensors, name, what).reshape(shape) if name in tensors else torch.zeros(shape)
-    model.load_state_dict(state, assign=True)
-    return model.eval().requires_grad_(False)
-
-
-def load_tokenizer(tensors: Mapping[str, Any], what: str) -> BitTokenizer:
-    """Builds the bit tokenizer whose sizes the tensors have, under either naming, and loads them (fp32)."""
-    import torch
-
-    from toprovar.exporter.infinity.tokenizer import BitTokenizer, tokenizer_config_from_shapes
-
-    shapes = shapes_of(tensors)
-    canonical = canonical_tokenizer_names(shapes, what)
-    renamed = {canonical.get(name, name): shape for name, shape in shapes.items()}
-    with torch.device("meta"):
-        model = BitTokenizer(tokenizer_config_from_shapes(renamed))
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    expect_shapes(renamed, expected, what)
-    state = {canonical[name]: fp32(tensors, name, what) for name in shapes if canonical[name] in expected}
-    model.load_state_dict(state, assign=True)
-    return model.eval().requires_grad_(False)
+def read_model_file(path: Path) -> ModelFile:
+    """Raises: ToprovarError for the first setting that is unknown or out of range."""
+    return model_from_json(ModelFile, read_json(path), str(path), "mend the file, or leave the setting out")
 
 
 def _model_file(model: str) -> tuple[str, Path, ModelFile] | None:
@@ -181,7 +137,7 @@ def _model_file(model: str) -> tuple[str, Path, ModelFile] | None:
     return (
         (model if model in PACKAGED else folder.name),
         path.parent,
-        model_from_json(ModelFile, read_json(path), str(path)),
+        read_model_file(path),
     )
 
 
@@ -195,6 +151,11 @@ def load_model(model: str, tokenizer: str | None = None, adapters: Adapters = NO
     """
     require_torch()
     named = _model_file(model)
+    if (Path(model) / MANIFEST_FILE).is_file():
+        raise ToprovarError(
+            f"{model} is a bundle; expected a model",
+            "pass the checkpoint, or the folder with model.json, it was made of",
+        )
     if named is None:
         name, folder, facts = Path(model).name, Path(), ModelFile(transformer=model, tokenizer=tokenizer)
     else:
@@ -217,6 +178,7 @@ def _load(name: str, folder: Path, facts: ModelFile, adapters: Adapters) -> Mode
             "check which file is which",
         )
     family = FAMILIES[found]
+    family.check_settings(name, facts)
     checkpoint = adapters.merged_into(checkpoint)
     transformer = family.load(checkpoint.tensors, str(folder / facts.transformer), facts)
     digest = hashlib.sha256(checkpoint.digest().encode())

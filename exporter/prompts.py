@@ -22,6 +22,11 @@ def use_embeddings(model: Model, embeddings: PromptEmbeddings) -> None:
 
     Raises: ToprovarError if they have another width than its text side.
     """
+    if model.family.takes_classes:
+        raise ToprovarError(
+            f"model {model.name} draws classes, not texts; {embeddings.name} cannot be used",
+            "leave --embeddings out, and give class numbers as prompts",
+        )
     if embeddings.width != model.config.text_width:
         raise ToprovarError(
             f"{embeddings.name} holds rows of width {embeddings.width}; model {model.name} reads rows of width "
@@ -90,8 +95,32 @@ def padded_rows(model: Model, prompts: Sequence[str], tokens: int) -> tuple[Tens
         valid = torch.ones(len(found), dtype=torch.bool)
         if model.embeddings is not None:
             valid = torch.from_numpy(model.embeddings.valid[model.embeddings.index_of(prompt)])[:tokens]
+            _check_tokens(valid, model.embeddings.name, f"prompt {prompt!r}")
         mask[image, : len(found)] = valid
     return rows, mask
+
+
+def padded_negative(model: Model, images: int, tokens: int) -> tuple[Tensor, Tensor] | None:
+    """Rows of the negative prompt that rows made beforehand bring, once per image, as `padded_rows`; None without."""
+    import torch
+
+    if model.embeddings is None or model.embeddings.negative is None:
+        return None
+    _, found, valid = model.embeddings.negative
+    rows = torch.zeros(images, tokens, model.config.text_width)
+    mask = torch.zeros(images, tokens, dtype=torch.bool)
+    rows[:, : len(found)] = torch.from_numpy(found)[:tokens]
+    mask[:, : len(found)] = torch.from_numpy(valid)[:tokens]
+    _check_tokens(mask[0], model.embeddings.name, "the negative prompt")
+    return rows, mask
+
+
+def _check_tokens(valid: Tensor, file: str, what: str) -> None:
+    if not valid.any():
+        raise ToprovarError(
+            f"{file}: {what} has no token among its first {len(valid)} rows; expected one or more that are no padding",
+            "encode the prompts again",
+        )
 
 
 def _unconditional(model: Model, tokens: int) -> Tensor:

@@ -6,6 +6,7 @@ Source: FoundationVision/Infinity, infinity/utils/dynamic_resolution.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from toprovar.runtime.errors import ToprovarError
 
@@ -75,6 +76,17 @@ def parent_schedule(schedule: Schedule) -> Schedule:
 def square(sides: Sequence[int]) -> Schedule:
     """Square maps of these sides."""
     return tuple((side, side) for side in sides)
+
+
+def check_growing(sides: Sequence[int], name: str) -> None:
+    """Raises: ToprovarError unless each map is larger than the one before."""
+    for scale, (before, side) in enumerate(pairwise(sides), 1):
+        if side <= before:
+            raise ToprovarError(
+                f"model {name}: sides {list(sides)}; side {side} of scale {scale} follows {before}, expected a larger "
+                "one",
+                "name the sides that it was trained with in its model.json",
+            )
 
 
 def token_counts(schedule: Schedule) -> list[int]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from toprovar.runtime.errors import ToprovarError
 
 Growth = Literal["none", "linear", "stale"]
+LARGEST = 1000.0  # of cfg and tau
 UNLIMITED = 1e4  # a logit no bit reaches: nothing is cut off
 
 
@@ -47,8 +48,8 @@ class Guidance(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    cfg: tuple[Annotated[float, Field(ge=0, le=1000)], ...]
-    tau: tuple[Annotated[float, Field(gt=0, le=1000)], ...]
+    cfg: tuple[Annotated[float, Field(ge=0, le=LARGEST)], ...]
+    tau: tuple[Annotated[float, Field(gt=0, le=LARGEST)], ...]
     top_p: Annotated[float, Field(ge=0, le=1)] = 0.97
     insertion: tuple[Annotated[int, Field(le=0)], ...] = (0,)
     top_k: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...] = ()
@@ -108,6 +109,10 @@ def grown(values: Sequence[float], scales: int, growth: Growth, name: str = "cfg
     """
     if growth == "none" or len(values) != 1:
         return per_scale(tuple(values), scales, name)
+    if values[0] > LARGEST - 1:
+        raise ToprovarError(
+            f"{name}: {values[0]:g} grows beyond {LARGEST:g}; expected at most {LARGEST - 1:g}", f"write {name} 3"
+        )
     last = scales - 2 if growth == "stale" else scales - 1
     return tuple(1 + values[0] * min(scale, last) / max(scales - 1, 1) for scale in range(scales))
 

@@ -100,6 +100,7 @@ class Request:
     negative_rows: np.ndarray | None = None
     noise: Callable[[int, int, int], np.ndarray] | None = None
     text_valid: np.ndarray | None = None
+    negative_valid: np.ndarray | None = None
 
 
 def picture_from_image(image: np.ndarray) -> np.ndarray:
@@ -163,19 +164,20 @@ class Pipeline:
         on_scale: Callable[[int, np.ndarray], None] | None = None,
         on_watch: Callable[[str, int, np.ndarray], None] | None = None,
         text_valid: np.ndarray | None = None,
+        negative_valid: np.ndarray | None = None,
     ) -> Result:
         """Makes one image.
 
         prompt:    the text, or the number of a class; or give `text_rows` [T, text width] float32 made elsewhere, with
                    `text_valid` [T] bool where padding is among them
-        negative:  replaces the learned unconditional rows (or `negative_rows`)
+        negative:  replaces the learned unconditional rows (or `negative_rows`, with `negative_valid` likewise)
         seed:      0 .. 2^63; the same seed draws the same noise whatever is pruned
         noise:     (scale, tokens, bits) -> [tokens, bits], instead of the seeded noise
         on_scale:  called with (scale, codes [d, h, w]) after every scale
         on_watch:  called with (name, scale, array) for outputs a bundle was built to watch
         Raises:    ToprovarError for a bad seed, prompt or variant, and for non-finite values, naming the scale.
         """
-        asked = Request(prompt, seed, negative, text_rows, negative_rows, noise, text_valid)
+        asked = Request(prompt, seed, negative, text_rows, negative_rows, noise, text_valid, negative_valid)
         seen = None if on_scale is None else lambda image, scale, codes: on_scale(scale, codes)
         return self.generate_batch([asked], variant, guidance, seen, on_watch)[0]
 
@@ -223,7 +225,12 @@ class Pipeline:
         memory, prompt = self.backend.memory, self.manifest.prompt
         begin = time.perf_counter()
         encoded, told = self._conditions.inputs(
-            request.prompt, request.negative, request.text_rows, request.negative_rows, request.text_valid
+            request.prompt,
+            request.negative,
+            request.text_rows,
+            request.negative_rows,
+            request.text_valid,
+            request.negative_valid,
         )
         text_ms = (time.perf_counter() - begin) * 1e3
         tensors = {name: memory.empty(facts.shape, facts.dtype) for name, facts in prompt.outputs.items()}
@@ -412,7 +419,7 @@ class _Run:
             noise.append(self.noise.of(image, request.seed, scale) if made is None else made)
         inputs = {
             "codes": group.codes,
-            "noise": place(np.stack(noise, 1)),  # [L, B, bits]
+            "noise": place(_side_by_side(noise)),  # [L, B, columns]
             "cfg": place(np.array([self.guidance.cfg[scale]], np.float32)),
             "tau": place(np.array([self.guidance.tau[scale]], np.float32)),
             "bit_limit": self.limit,
@@ -454,7 +461,7 @@ class _Run:
                 else:
                     planes = range(RESIDUAL_PLANE + 1, RESIDUAL_PLANE + 1 + shape[0])
                     made.append(np.stack([normal_noise(seed, plane, tokens, columns) for plane in planes]))
-            found[name] = self.memory.place(np.stack(made, -2))
+            found[name] = self.memory.place(_side_by_side(made))
         return found
 
     def _outputs(self, group: Images, step: Step) -> dict[str, Any]:
@@ -549,6 +556,11 @@ class _Run:
 
 
 FURTHER_NOISE = {"smooth_noise", "residual_start", "residual_noise"}
+
+
+def _side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Images as the last axis but one; one image's is not copied, since maps of a codebook take 67 MB."""
+    return arrays[0][..., None, :] if len(arrays) == 1 else np.stack(arrays, -2)
 
 
 # outputs of a step that later ones take by the same name: residuals, and keys of a video's clip for the next one

@@ -149,6 +149,7 @@ class Calibration(Part):
 
     expected_speedup: mean over calibration prompts of what decisions led to, as a TLE speed-up
     measured_ssim:    mean SSIM to dense over some of them, where the plan was fitted to it
+    template:         the maps it was calibrated at, where the plan was carried over to others
     """
 
     prompts_sha256: str = ""
@@ -160,6 +161,7 @@ class Calibration(Part):
     stats: str = ""
     expected_speedup: Annotated[float, Field(gt=0)] | None = None
     measured_ssim: Annotated[float, Field(ge=-1, le=1)] | None = None
+    template: str = ""
     warnings: tuple[str, ...] = ()
 
 
@@ -380,7 +382,8 @@ class Plan(Part):
         if self.schedule != tuple(schedule):
             raise ToprovarError(
                 f"plan was made for another schedule: {_maps(self.schedule)} in the plan, {_maps(schedule)} asked for",
-                "calibrate at this size, or export at the plan's size",
+                "calibrate at this size, or export at the plan's size; export --aspect carries a plan over to another "
+                "template of its budget",
             )
 
 
@@ -398,9 +401,10 @@ def _shortened(text: str) -> str:
 
 
 Model = TypeVar("Model", bound=BaseModel)
+MADE = "make the file again; it is not meant to be edited by hand"
 
 
-def model_from_json(kind: type[Model], value: Any, what: str) -> Model:
+def model_from_json(kind: type[Model], value: Any, what: str, hint: str = MADE) -> Model:
     """Validates parsed JSON; the first fault becomes one message with its place.
 
     Raises: ToprovarError.
@@ -421,7 +425,7 @@ def model_from_json(kind: type[Model], value: Any, what: str) -> Model:
         place = _shortened(".".join(str(part) for part in first["loc"]) or "document")
         raise ToprovarError(
             f"{what}: {place}: {first['msg'][:1].lower()}{first['msg'][1:]} (found {_shortened(repr(first['input']))})",
-            "make the file again; it is not meant to be edited by hand",
+            hint,
         ) from None
 
 

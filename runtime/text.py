@@ -72,16 +72,19 @@ class Conditions:
         text_rows: np.ndarray | None = None,
         negative_rows: np.ndarray | None = None,
         text_valid: np.ndarray | None = None,
+        negative_valid: np.ndarray | None = None,
     ) -> tuple[EncodedPrompt | None, dict[str, np.ndarray]]:
         """Returns: the prompt as it was understood, and the prompt graph's inputs by name.
 
         Text: text_rows [R, T, width], text_valid [R, T], text_positions [R, T], float32; classes: labels [R] int64.
-        text_valid: [n] bool, False on padding among `text_rows`
+        text_valid: [n] bool, False on padding among `text_rows`; negative_valid: likewise
         Raises:     ToprovarError if there is neither a text encoder nor rows, or what is given does not fit.
         """
         if self._facts is None:
             return self._labels(prompt, negative, text_rows)
-        encoded, rows, valid = self._text(self._facts, prompt, negative, text_rows, negative_rows, text_valid)
+        encoded, rows, valid = self._text(
+            self._facts, prompt, negative, text_rows, negative_rows, text_valid, negative_valid
+        )
         # of an unconditional row without text the first token stands for it, at position 0
         positions = np.maximum(valid.cumsum(1) - 1, 0).astype(np.float32)
         return encoded, {"text_rows": rows, "text_valid": valid, "text_positions": positions}
@@ -109,6 +112,7 @@ class Conditions:
         text_rows: np.ndarray | None,
         negative_rows: np.ndarray | None,
         text_valid: np.ndarray | None,
+        negative_valid: np.ndarray | None,
     ) -> tuple[EncodedPrompt | None, np.ndarray, np.ndarray]:
         """The unconditional rows are as many as the prompt has, from the learned table, unless a negative prompt is
         given."""
@@ -130,7 +134,7 @@ class Conditions:
                 negative_rows = np.zeros((count, facts.width), np.float32)
                 negative_rows[: min(count, len(table))] = table[:count]
             if negative_rows is not None:
-                self._place(negative_rows, None, rows, valid, 1, "negative text")
+                self._place(negative_rows, negative_valid, rows, valid, 1, "negative text")
         return encoded, rows, valid
 
     def _place(
@@ -144,14 +148,23 @@ class Conditions:
     ) -> None:
         T, width = rows.shape[1:]
         if given.ndim != 2 or given.shape[1] != width or not len(given):
-            raise ToprovarError(f"{what} rows have shape {list(given.shape)}; expected [1 to {T}, {width}]")
+            raise ToprovarError(
+                f"{what} rows have shape {list(given.shape)}; expected [1 to {T}, {width}]",
+                "encode the prompt with the text encoder that the model was trained with",
+            )
         if not np.isfinite(given).all():
-            raise ToprovarError(f"{what} rows hold non-finite values")
+            raise ToprovarError(f"{what} rows hold non-finite values", "encode the prompt in fp32")
         if len(given) > T:
             log.warning("%s has %d rows; the bundle takes %d, the rest is cut off", what, len(given), T)
         count = min(len(given), T)
         rows[row, :count] = given[:count]
         valid[row, :count] = 1 if given_valid is None else given_valid[:count]
+        if not valid[row].any():
+            raise ToprovarError(
+                f"{what} has {len(given)} rows and no token among the first {count}; expected one or more that are no "
+                "padding",
+                "encode the prompt again",
+            )
 
     def _encode(self, facts: Text, prompt: str | None) -> tuple[EncodedPrompt, np.ndarray]:
         if self._encoder is None or self._tokenizer is None:

@@ -17,16 +17,18 @@ from toprovar.runtime.pipeline import Pipeline
 from toprovar.runtime.version import VERSION
 from toprovar.tools import console
 from toprovar.tools.backends import BackendChoice
+from toprovar.tools.running import default_prompt
 
 
 def run_bench(
-    folder: Path, prompt: str, runs: int, seed: int, choice: BackendChoice = BackendChoice()
+    folder: Path, prompt: str | None, runs: int, seed: int, choice: BackendChoice = BackendChoice()
 ) -> dict[str, Any]:
     """Medians per variant. The clock covers the step graphs, sampling included; text, prompt and decoder apart."""
     check_seed(seed)
     bundle = open_bundle(folder)
     backend = choice.open(bundle)
     pipeline = Pipeline(bundle, backend)
+    prompt = default_prompt(bundle) if prompt is None else prompt
     variants = list(bundle.manifest.variants)
     first: dict[str, float] = {}
     for variant in variants:

@@ -46,7 +46,12 @@ ModelArgument = Annotated[str, typer.Argument(help="Packaged model (demo), folde
 Tokenizer = Annotated[
     str | None, typer.Option("--tokenizer", help="Checkpoint of the bit tokenizer, for a bare checkpoint.")
 ]
-Aspect = Annotated[float | None, typer.Option("--aspect", help="Height over width; the nearest template is used.")]
+Aspect = Annotated[
+    str | None,
+    typer.Option(
+        "--aspect", help="Height over width (1.5), or width and height (2:3, 832x1248); the nearest template is used."
+    ),
+]
 Budget = Annotated[
     str | None,
     typer.Option("--budget", help="Pixel budget: 0.06M, 0.25M, 0.60M or 1M; of InfinityStar 0.40M or 0.90M."),
@@ -64,6 +69,9 @@ Tau = Annotated[
 Embeddings = Annotated[
     Path | None,
     typer.Option("--embeddings", help="Prompts encoded beforehand (toprovar encode-prompts), in place of an encoder."),
+]
+TimedPrompt = Annotated[
+    str | None, typer.Option("--prompt", "-p", help="What to draw; red apple, or class 0, if left out.")
 ]
 Lora = Annotated[
     list[Path] | None,
@@ -317,7 +325,7 @@ def calibrate(
         console.require_packages("calibrate", *CALIBRATE_MODULES)
         from toprovar.calibrate.methods.settings import MethodSettings
         from toprovar.tools.calibration import CalibrationRequest, run_calibration
-        from toprovar.tools.options import adapters_from, named_values
+        from toprovar.tools.options import adapters_from, aspect_from, named_values
 
         settings = MethodSettings(
             preset=preset.value,
@@ -334,7 +342,8 @@ def calibrate(
         )
         request = CalibrationRequest(
             model=model, tokenizer=tokenizer, prompts=prompts, limit=limit, method=method, settings=settings,
-            aspect=aspect, budget=budget, frames=frames, cfg=cfg, tau=tau, seed=seed, out=out, target_ssim=target_ssim,
+            aspect=aspect_from(aspect), budget=budget, frames=frames, cfg=cfg, tau=tau, seed=seed, out=out,
+            target_ssim=target_ssim,
             resume=resume, embeddings=embeddings,
             adapters=adapters_from(lora or (), lora_scale or (), lora_allow_unmatched),
         )  # fmt: skip
@@ -352,6 +361,9 @@ def encode_prompts(
     kind: Annotated[EncoderKind, typer.Option("--kind", help="t5 for Infinity, qwen2-vl for HART.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="File of the rows.")] = Path("embeddings.safetensors"),
     negative: Annotated[str | None, typer.Option("--negative", help="Negative prompt for all of them.")] = None,
+    prefix: Annotated[
+        str, typer.Option("--prefix", help="Text before every prompt; InfinityStar has been trained with <<<t=5s>>>.")
+    ] = "",
     system_prompt: Annotated[
         Path | None, typer.Option("--system-prompt", help="qwen2-vl: text file, put in front of every prompt.")
     ] = None,
@@ -374,7 +386,7 @@ def encode_prompts(
 
         request = EncodingRequest(
             prompts=prompts, encoder=encoder, kind=kind.value, out=out, dtype=dtype.value, device=device.value,
-            negative=negative, system_prompt=system_prompt, limit=limit, download=download,
+            negative=negative, prefix=prefix, system_prompt=system_prompt, limit=limit, download=download,
         )  # fmt: skip
         facts = run_encoding(request, quiet=json)
         if json:
@@ -453,11 +465,11 @@ def export(
         console.require_packages("export", *EXPORT_MODULES)
         from toprovar.tools.engine_building import EngineOptions
         from toprovar.tools.exporting import ExportRequest, run_export
-        from toprovar.tools.options import adapters_from
+        from toprovar.tools.options import adapters_from, aspect_from
 
         request = ExportRequest(
             model=model, tokenizer=tokenizer, plan=plan, out=out, dtype=dtype.value if dtype else None,
-            text_tokens=text_tokens, images=images, aspect=aspect, budget=budget, frames=frames, cfg=cfg,
+            text_tokens=text_tokens, images=images, aspect=aspect_from(aspect), budget=budget, frames=frames, cfg=cfg,
             tau=tau, overwrite=overwrite, dry_run=dry_run, graphs_only=graphs_only,
             engines=EngineOptions(tuple(target or ()), compute_capability, allow_function_body, jobs),
             adapters=adapters_from(lora or (), lora_scale or (), lora_allow_unmatched),
@@ -549,7 +561,7 @@ def run(
 @app.command()
 def bench(
     bundle: Annotated[Path, typer.Argument(help="Bundle folder.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = "red apple",
+    prompt: TimedPrompt = None,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs per variant; the median counts.")] = 5,
     seed: Seed = 0,
     backend: BackendOption = Backend.onnxruntime,
@@ -583,7 +595,7 @@ def profile(
     variant: Annotated[
         str | None, typer.Option("--variant", help="dense or planned; planned where the bundle has it.")
     ] = None,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = "red apple",
+    prompt: TimedPrompt = None,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Warm runs; medians count.")] = 5,
     seed: Seed = 0,
     peak_tflops: Annotated[
@@ -735,15 +747,42 @@ def compare(
 
 @app.command()
 def inspect(
-    path: Annotated[str, typer.Argument(help="A checkpoint, a plan, a bundle, or the name of a packaged model.")],
+    path: Annotated[
+        str, typer.Argument(help="A checkpoint, a plan, a bundle, or the name of a packaged or published model.")
+    ],
+    bill: Annotated[
+        bool,
+        typer.Option("--bill", help="What a published model costs: tokens, FLOP, bytes and roofline time per scale."),
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="With --bill: h200 (default), h100, a100, l40s or rtx4090.")
+    ] = None,
+    aspect: Aspect = None,
+    budget: Budget = None,
+    text_tokens: Annotated[
+        int | None,
+        typer.Option("--text-tokens", min=1, max=512, help="With --bill: length of the prompt; default 128."),
+    ] = None,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Say what a checkpoint, plan or bundle is."""
+    """Say what a checkpoint, plan or bundle is, or what a published model costs."""
 
     def body() -> None:
         from toprovar.tools.inspection import inspect_path, print_facts
+        from toprovar.tools.options import aspect_from, refuse_given
 
+        if bill:
+            from toprovar.tools.bill import bill_of, print_bill
+
+            facts = bill_of(path, aspect_from(aspect), budget, gpu or "h200", text_tokens)
+            if json:
+                console.print_json(facts)
+            else:
+                print_bill(facts)
+            return
+        options = {"--gpu": gpu, "--aspect": aspect, "--budget": budget, "--text-tokens": text_tokens}
+        refuse_given(options, "belongs to --bill", "add --bill")
         facts = inspect_path(path)
         if json:
             console.print_json(facts)

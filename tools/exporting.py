@@ -11,8 +11,9 @@ from rich.table import Table
 
 from toprovar.exporter.bundle_writer import BundleGraphs, bill, export_bundle, export_graphs
 from toprovar.exporter.lora import NO_ADAPTERS, Adapters
-from toprovar.exporter.model import is_published, load_model, published_without_weights
+from toprovar.exporter.model import Model, is_published, load_model, published_without_weights
 from toprovar.exporter.output_folder import check_out
+from toprovar.exporter.plan_transfer import carried_over
 from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import ToprovarError
@@ -61,16 +62,24 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
     plan = load_plan(request.plan) if request.plan else None
     needs_weights = not (request.dry_run or request.graphs_only)
     if not needs_weights and is_published(request.model) and not Path(request.model).exists():
+        if request.adapters.files:
+            raise ToprovarError(
+                f"--lora needs weights to merge into; {request.model} is a published model's name alone",
+                "pass the checkpoint, or leave --lora out",
+            )
         model = published_without_weights(request.model)
     else:
         model = load_model(request.model, request.tokenizer, request.adapters)
     schedule = schedule_with(model, request.aspect, request.budget, request.frames)
+    if plan is not None and request.aspect is not None and plan.schedule != tuple(schedule):
+        plan = carried_over(plan, schedule)
+        console.say(f"note: {plan.calib.warnings[-1]}")
     if plan is not None:
         plan.check_backbone(model.backbone, schedule)
         if plan.backbone.weights_sha256 not in ("", model.weights_sha256):
             console.say("warning: the plan was calibrated on other weights of the same shape")
     guidance = guidance_with(model.guidance(schedule), request.cfg, request.tau)
-    text_tokens = request.text_tokens or model.text_tokens
+    text_tokens = _text_tokens(model, request.text_tokens)
     dtype = request.dtype or ("bf16" if engines.targets else "fp32")
     options = replace(StepOptions.for_guidance(guidance, model.config.depth, text_tokens, dtype), images=request.images)
     if not needs_weights:
@@ -117,6 +126,23 @@ def run_export(request: ExportRequest, quiet: bool = False) -> dict[str, Any]:
         "variants": list(manifest.variants),
         "engines": [engine_facts(summary) for summary in summaries],
     }
+
+
+def _text_tokens(model: Model, asked: int | None) -> int:
+    """Raises: ToprovarError where prompts are no texts."""
+    if asked is None:
+        return model.text_tokens
+    if model.family.takes_classes:
+        raise ToprovarError(
+            f"model {model.name} draws classes, which have no tokens; --text-tokens {asked} was given",
+            "leave --text-tokens out",
+        )
+    if model.family.attends_padding and asked != model.text_tokens:
+        console.say(
+            f"warning: padding takes part in the attention of {model.family.name}; with {asked} text tokens in place "
+            f"of {model.text_tokens} it draws other pictures than it was calibrated with"
+        )
+    return asked
 
 
 def _print_bill(name: str, facts: dict[str, Any]) -> None:

@@ -22,17 +22,22 @@ def inspect_path(path: str) -> dict[str, Any]:
     Raises: ToprovarError if it is none of the three.
     """
     from toprovar.exporter.model import MODEL_FILE, PACKAGED
+    from toprovar.tools.bill import NAMES, published_config
 
     if path in PACKAGED:
         return _model(PACKAGED[path], path)
     place = Path(path)
     if not place.exists():
+        if path in NAMES:
+            return {"kind": "published model", "name": path, "config": asdict(published_config(path))}
         hint = f"give a file or folder, or a packaged model: {', '.join(PACKAGED)}"
         raise ToprovarError(f"{path} does not exist", hint)
     if place.is_dir() and (place / MANIFEST_FILE).exists():
         return _bundle(place)
     if place.is_dir() and (place / MODEL_FILE).exists():
         return _model(place, place.name)
+    if place.name == MODEL_FILE:
+        return _model(place.parent, place.parent.name)
     if place.suffix == ".json" and not place.name.endswith(".index.json"):
         document = read_json(place)
         if isinstance(document, dict) and "method" in document and "backbone" in document:
@@ -41,7 +46,8 @@ def inspect_path(path: str) -> dict[str, Any]:
     return _checkpoint(place)
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
+def _checkpoint(path: Path, heads: int | None = None) -> dict[str, Any]:
+    """heads: as a model.json names them"""
     console.require_packages("inspecting a checkpoint", "torch")
     from toprovar.exporter.checkpoints import open_checkpoint
     from toprovar.exporter.families import DROPPED_KEYS, Family, canonical_tokenizer_names, recognise_family
@@ -70,13 +76,13 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         config = config_from_shapes(checkpoint.shapes)
         facts["config"] = {name: getattr(config, name) for name in config.__dataclass_fields__}
     elif family is Family.HART:
-        hart = hart_config_from_shapes(checkpoint.shapes)
+        hart = hart_config_from_shapes(checkpoint.shapes, heads)
         facts["config"] = {name: getattr(hart, name) for name in hart.__dataclass_fields__}
     elif family is Family.INFINITYSTAR:
         star = star_config_from_shapes(checkpoint.shapes)
         facts["config"] = {name: getattr(star, name) for name in star.__dataclass_fields__}
     elif family is Family.VAR:
-        var = var_config_from_shapes(checkpoint.shapes)
+        var = var_config_from_shapes(checkpoint.shapes, heads)
         facts["config"] = {name: getattr(var, name) for name in var.__dataclass_fields__}
     elif family is Family.BIT_TOKENIZER:
         names = canonical_tokenizer_names(checkpoint.shapes, str(path))
@@ -94,15 +100,14 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _model(folder: Path, name: str) -> dict[str, Any]:
-    from toprovar.exporter.model import MODEL_FILE, ModelFile
-    from toprovar.runtime.plan import model_from_json
+    from toprovar.exporter.model import MODEL_FILE, read_model_file
 
-    settings = model_from_json(ModelFile, read_json(folder / MODEL_FILE), str(folder / MODEL_FILE))
+    settings = read_model_file(folder / MODEL_FILE)
     facts: dict[str, Any] = {"kind": "model", "name": name, "settings": settings.model_dump(mode="json")}
     for part in ("transformer", "tokenizer", "text_encoder"):
         file = getattr(settings, part)
         if file:
-            facts[part] = _checkpoint(folder / file)
+            facts[part] = _checkpoint(folder / file, settings.heads)
     return facts
 
 
@@ -128,6 +133,7 @@ def _plan(path: Path) -> dict[str, Any]:
         ],
         "skip_scales": list(plan.skip_scales),
         "restore": plan.restore.model_dump(mode="json"),
+        "carried_over_from": plan.calib.template or None,
         "warnings": list(plan.calib.warnings),
     }
 

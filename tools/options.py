@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from toprovar.runtime.errors import ToprovarError
-from toprovar.runtime.guidance import Guidance, grown, per_scale
+from toprovar.runtime.guidance import LARGEST, Guidance, grown, per_scale
 from toprovar.tools import console
 
 if TYPE_CHECKING:
@@ -15,9 +18,6 @@ if TYPE_CHECKING:
     from toprovar.exporter.lora import Adapters, LoraReport
     from toprovar.exporter.model import Model
     from toprovar.exporter.schedules import Schedule
-
-
-LARGEST = 1000.0  # of cfg and tau
 
 
 def numbers(text: str, name: str) -> list[float]:
@@ -57,6 +57,36 @@ def guidance_with(base: Guidance, cfg: str | None, tau: str | None) -> Guidance:
     if tau is not None:
         values["tau"] = per_scale(in_range(numbers(tau, "--tau"), "--tau", 0, is_open=True), scales, "--tau")
     return Guidance(**values)
+
+
+_PAIR = re.compile(r"(\d+(?:\.\d+)?)\s*(?::|x|×|/)\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
+
+
+def aspect_from(text: str | None) -> float | None:
+    """Height over width: of a number as it is; of a pair (16:9, 1024x768) width comes first, as people write them.
+
+    Raises: ToprovarError if it is neither, or not between 0.01 and 100.
+    """
+    if text is None:
+        return None
+    pair = _PAIR.fullmatch(text.strip())
+    try:
+        aspect = float(pair[2]) / float(pair[1]) if pair else float(text)
+    except (ValueError, ZeroDivisionError):
+        aspect = math.nan
+    if not 0.01 <= aspect <= 100:
+        raise ToprovarError(
+            f"--aspect {text} is no shape of a picture; expected height over width, or width and height",
+            "write --aspect 1.5, --aspect 2:3 or --aspect 832x1248",
+        )
+    return aspect
+
+
+def refuse_given(options: Mapping[str, object], why: str, hint: str) -> None:
+    """Raises: ToprovarError for the first option that has a value."""
+    for name, value in options.items():
+        if value is not None:
+            raise ToprovarError(f"{name} {value} {why}", hint)
 
 
 def schedule_with(model: Model, aspect: float | None, budget: str | None, frames: int | None = None) -> Schedule:

@@ -21,7 +21,8 @@ import numpy as np
 import typer
 
 from toprovar.exporter.families import Family
-from toprovar.exporter.model import load_infinity, load_tokenizer, require_torch
+from toprovar.exporter.infinity.load import load_infinity, load_tokenizer
+from toprovar.exporter.model import require_torch
 from toprovar.runtime.errors import EXIT_ANSWER_IS_NO, EXIT_OK, ToprovarError
 from toprovar.tools import console
 from toprovar.tools.parity_file import MAKE_AGAIN, ParityFile, RecordedRun, open_parity_file, read_run, runs_in

@@ -23,7 +23,7 @@ from toprovar.runtime.weights import WeightsFile
 from toprovar.tools import console
 from toprovar.tools.backends import BackendChoice
 from toprovar.tools.roofline import Work, step_work
-from toprovar.tools.running import default_variant
+from toprovar.tools.running import default_prompt, default_variant
 from toprovar.tools.traces import aggregated, layers_of_nodes
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ProfileRequest:
     bundle: Path
     out: Path
     variant: str | None = None
-    prompt: str = "red apple"
+    prompt: str | None = None
     text_rows: np.ndarray | None = None
     runs: int = 5
     seed: int = 0
@@ -86,7 +86,9 @@ def run_profile(request: ProfileRequest, quiet: bool = False) -> dict[str, Any]:
 
 
 def _generate(pipeline: Pipeline, variant: str, request: ProfileRequest) -> Result:
-    prompt = None if request.text_rows is not None else request.prompt
+    prompt = None
+    if request.text_rows is None:
+        prompt = default_prompt(pipeline.bundle) if request.prompt is None else request.prompt
     return pipeline.generate(prompt, request.seed, variant, text_rows=request.text_rows)
 
 

@@ -29,6 +29,7 @@ class EncodingRequest:
     dtype: str = "fp32"
     device: str = "cpu"
     negative: str | None = None
+    prefix: str = ""
     system_prompt: Path | None = None
     limit: int | None = None
     download: bool = False
@@ -91,7 +92,7 @@ def run_encoding(request: EncodingRequest, quiet: bool = False) -> dict[str, Any
     _check_device(request.device)
     encoder = KINDS[request.kind](encoder_folder(request.encoder, request.download), **options)
     with console.progress("encode") as advance:
-        found = encode_all(encoder, prompts, request.negative, request.encoder, request.dtype, advance)
+        found = encode_all(encoder, prompts, request.negative, request.prefix, request.encoder, request.dtype, advance)
     write_embeddings(request.out, found)
     kept = [int(valid.sum()) for valid in found.valid]
     cut = sum(total > mine for total, mine in zip(found.token_counts, kept, strict=True))

@@ -29,6 +29,11 @@ def default_variant(bundle: Bundle) -> str:
     return "planned" if "planned" in bundle.manifest.variants else "dense"
 
 
+def default_prompt(bundle: Bundle) -> str:
+    """What is drawn where only times count."""
+    return "0" if bundle.manifest.classes else "red apple"
+
+
 def record_of(result: Result, bundle: Bundle, backend: RunningBackend, variant: str, seed: int) -> dict[str, Any]:
     """What a run was and how long it took, as data."""
     prompt = result.prompt
@@ -87,14 +92,14 @@ def run_bundle(
     out = checked_out(out, bundle.manifest)
     if preview_dir is not None and bundle.manifest.video is not None:
         raise ToprovarError("--preview-dir writes a picture after every scale; the bundle makes videos", "leave it out")
-    text_rows, text_valid, negative_rows, encoded = None, None, None, None
+    text_rows, text_valid, negative_rows, negative_valid, encoded = None, None, None, None, None
     if embeddings is not None:
         found = read_embeddings(embeddings)
         place = found.select(prompt, index)
         prompt, text_rows, text_valid = found.prompts[place], found.rows[place], found.valid[place]
         encoded = EncodedPrompt(prompt, int(found.valid[place].sum()), found.token_counts[place])
         if found.negative is not None and negative is None:
-            negative, negative_rows, _ = found.negative
+            negative, negative_rows, negative_valid = found.negative
     elif index is not None:
         raise ToprovarError("--index picks a prompt of --embeddings, which is not given", "pass --embeddings FILE")
     elif prompt is None:
@@ -112,6 +117,7 @@ def run_bundle(
         text_rows=text_rows,
         text_valid=text_valid,
         negative_rows=negative_rows,
+        negative_valid=negative_valid,
         guidance=guidance,
         on_scale=(lambda scale, codes: snapshots.append(codes.copy())) if preview_dir else None,
     )

@@ -15,6 +15,8 @@ PUBLISHED_SIDES = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
 STEPS = 8  # reverse steps of the residual head
 TEXT_TOKENS = 300  # every prompt is padded or cut to it; padding takes part in attention
 
+CHANGED = "the checkpoint belongs to another model, or was changed"
+
 # Options of the reference code that change the arithmetic, told by a key that only they have.
 _UNSUPPORTED = (
     (re.compile(r"blocks\.\d+\.(ada_lin\.|ada_gss)"), "AdaLN per block"),
@@ -76,14 +78,14 @@ def config_from_shapes(shapes: Shapes, heads: int | None = None) -> HartConfig:
     found = CheckpointShapes(shapes, "HART", "the transformer (llm/ema_model.bin)")
     shape = found.of
     width, code_channels = shape("word_embed.weight", 2)
-    heads, cosine = found.heads(heads, "pass the number of heads of its llm/config.json")
+    heads, cosine = found.heads(heads, 'name those of its llm/config.json in a model.json: "heads": 24')
     if width % heads or (width // heads) % 4:
-        raise ToprovarError(f"width {width} over {heads} heads: the head width must be a multiple of 4")
+        raise ToprovarError(f"width {width} over {heads} heads: the head width must be a multiple of 4", CHANGED)
     time = shape("diffloss.net.time_embed.mlp.0.weight", 2)
     levels = shape("lvl_embed.mlp.0.weight", 2)
     for name, columns in (("lvl_embed.mlp.0.weight", levels[1]), ("diffloss.net.time_embed.mlp.0.weight", time[1])):
         if columns % 2:
-            raise ToprovarError(f"{name} has {columns} columns; expected an even number, cosines and sines")
+            raise ToprovarError(f"{name} has {columns} columns; expected an even number, cosines and sines", CHANGED)
     return HartConfig(
         depth=found.layers("blocks"),
         width=width,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from toprovar.exporter.families import Family
 from toprovar.exporter.family import ModelFamily, square_only
 from toprovar.exporter.hart.config import PUBLISHED, PUBLISHED_SIDES, STEPS, TEXT_TOKENS
-from toprovar.exporter.schedules import Schedule, square
+from toprovar.exporter.schedules import Schedule, check_growing, square
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
 
@@ -31,9 +31,10 @@ class HartFamily(ModelFamily):
     transformer = Family.HART
     tokenizer = Family.VQ_TOKENIZER
     needs_tokenizer = True
-
+    settings = frozenset({"sides", "heads", "top_k", "smooth"})
     published = tuple(PUBLISHED)
     text_tokens = TEXT_TOKENS
+    attends_padding = True
 
     def __init__(self, residual: bool = True, steps: int = STEPS) -> None:
         """residual: whether the last map gets the residual head's; steps: its reverse steps."""
@@ -75,6 +76,7 @@ class HartFamily(ModelFamily):
                 f"model {model.name}: sides {list(sides)}; expected at least two, the first of them 1",
                 "name the sides that it was trained with in its model.json",
             )
+        check_growing(sides, model.name)
         return square(sides)
 
     def guidance(self, model: Model, schedule: Schedule) -> Guidance:
@@ -101,12 +103,16 @@ class HartFamily(ModelFamily):
         """Rows are padded to the model's `text_tokens`: padding takes part in attention."""
         import torch
 
-        from toprovar.exporter.prompts import padded_rows
+        from toprovar.exporter.prompts import padded_negative, padded_rows
 
         text, mask = padded_rows(model, prompts, model.text_tokens)
+        guided = guidance.uses_unconditional_row
+        negative = padded_negative(model, len(prompts), model.text_tokens) if guided else None
+        if negative is not None:
+            text, mask = torch.cat([text, negative[0]]), torch.cat([mask, negative[1]])
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         with torch.inference_mode():
-            prompt: Prompt = model.transformer.prompt(text, mask, positions, guidance.uses_unconditional_row)
+            prompt: Prompt = model.transformer.prompt(text, mask, positions, guided, len(prompts))
             return prompt
 
     def generate(

@@ -133,15 +133,18 @@ class Hart(nn.Module):
         self.decoder_norm = RMSNorm(C)
         self.diffloss = ResidualHead(config)
 
-    def prompt(self, text: Tensor, mask: Tensor, positions: Tensor, guided: bool = True) -> Prompt:
+    def prompt(
+        self, text: Tensor, mask: Tensor, positions: Tensor, guided: bool = True, images: int | None = None
+    ) -> Prompt:
         """What the steps need of B prompts.
 
         text:      [B, T, text width] float32; padding takes part in attention
         mask:      [B, T] bool, True on the prompt's own tokens, of which at least one; they alone make the modulation
         positions: [B, T] int64
-        guided:    appends B unconditional rows: no text, all at position 0, the first token as the prompt
+        guided:    appends B unconditional rows: no text, all at position 0, the first token as the prompt; unless there
+                   are rows of a negative prompt already, 2B for so many `images`
         """
-        if guided:
+        if guided and images in (None, len(text)):
             first = torch.zeros_like(mask)
             first[:, 0] = True
             text = torch.cat([text, torch.zeros_like(text)])

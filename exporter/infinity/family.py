@@ -37,14 +37,15 @@ class InfinityFamily(ModelFamily):
     tokenizer = Family.BIT_TOKENIZER
     published = tuple(PUBLISHED)
     unconditional = "cfg_uncond"
+    settings = frozenset({"aspect", "budget"})
 
     def load(self, tensors: Mapping[str, Any], what: str, settings: ModelFile) -> Infinity:
-        from toprovar.exporter.model import load_infinity
+        from toprovar.exporter.infinity.load import load_infinity
 
         return load_infinity(tensors, what)
 
     def load_tokenizer(self, tensors: Mapping[str, Any], what: str) -> BitTokenizer:
-        from toprovar.exporter.model import load_tokenizer
+        from toprovar.exporter.infinity.load import load_tokenizer
 
         return load_tokenizer(tensors, what)
 

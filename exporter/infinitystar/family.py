@@ -47,6 +47,7 @@ ASPECT, BUDGET, FRAMES = 0.5625, "0.40M", 81  # 480p, 5 seconds
 
 class InfinityStarFamily(ModelFamily):
     name = "infinitystar"
+    settings = frozenset({"aspect", "budget", "sides", "frames"})
     transformer = Family.INFINITYSTAR
     tokenizer = Family.VIDEO_TOKENIZER
     published = tuple(PUBLISHED)

@@ -23,23 +23,26 @@ def encode_all(
     encoder: PromptEncoder,
     prompts: Sequence[str],
     negative: str | None = None,
+    prefix: str = "",
     source: str = "",
     dtype: str = "fp32",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PromptEmbeddings:
     """Rows of every prompt, and of a negative one for all of them; warns about each prompt that is cut.
 
+    prefix:        put before every prompt but the negative one; prompts go by their own text all the same
     source, dtype: as they were asked for, for the record
     """
     found = []
     for done, prompt in enumerate(prompts, 1):
-        found.append(_encoded(encoder, prompt, f"prompt {done - 1}"))
+        found.append(_encoded(encoder, prefix + prompt, f"prompt {done - 1}"))
         on_progress(done, len(prompts))
     other = None if negative is None else _encoded(encoder, negative, "negative prompt")
     facts: dict[str, Any] = {
         "kind": encoder.kind,
         "source": Path(source).name if source else "",
         "dtype": dtype,
+        "prefix": prefix,
         "weights_sha256": encoder.files.weights.digest(),
         "tokenizer_sha256": encoder.files.tokenizer_sha256(),
         "tool_version": VERSION,

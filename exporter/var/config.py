@@ -75,7 +75,7 @@ def config_from_shapes(shapes: Shapes, heads: int | None = None) -> VarConfig:
     found = CheckpointShapes(shapes, "VAR", "the transformer (var_d*.pth)")
     shape = found.of
     width, code_channels = shape("word_embed.weight", 2)
-    hint = "pass the number of heads it was trained with; published checkpoints have this tensor"
+    hint = 'name those it was trained with in a model.json: "heads": 16; published checkpoints have this tensor'
     heads, cosine = found.heads(heads, hint)
     if width % heads:
         raise ToprovarError(f"VAR checkpoint: width {width} does not divide by {heads} heads", "check the file")

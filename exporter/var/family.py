@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from toprovar.exporter.families import Family
 from toprovar.exporter.family import ModelFamily, square_only
-from toprovar.exporter.schedules import Schedule, square
+from toprovar.exporter.schedules import Schedule, check_growing, square
 from toprovar.exporter.var.config import PUBLISHED
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.guidance import Guidance
@@ -32,6 +32,7 @@ class VarFamily(ModelFamily):
     transformer = Family.VAR
     tokenizer = Family.VQ_TOKENIZER
     needs_tokenizer = True
+    settings = frozenset({"sides", "heads", "top_k", "smooth"})
     published = tuple(PUBLISHED)
     takes_classes = True
 
@@ -80,6 +81,7 @@ class VarFamily(ModelFamily):
                 f"expected {config.levels} maps of {config.tokens} tokens, the first of side 1",
                 "name the sides that it was trained with in its model.json",
             )
+        check_growing(sides, model.name)
         return square(sides)
 
     def guidance(self, model: Model, schedule: Schedule) -> Guidance:

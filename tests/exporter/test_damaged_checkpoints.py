@@ -15,7 +15,7 @@ from checkpoint_helpers import assert_same, refusal, snapshot
 from safetensors.torch import save_file
 
 from toprovar.exporter.checkpoints import open_checkpoint
-from toprovar.exporter.model import load_infinity
+from toprovar.exporter.infinity.load import load_infinity
 
 TENSORS = {"a.weight": torch.arange(600.0).view(20, 30), "b": torch.ones(17), "c": torch.zeros(3, dtype=torch.int64)}
 FORMS = ["model.safetensors", "model.pth", "model.safetensors.index.json", "pytorch_model.bin.index.json"]
@@ -145,7 +145,7 @@ import resource, sys, torch
 from toprovar.exporter.checkpoints import open_checkpoint
 from toprovar.exporter.infinity.config import InfinityConfig
 from toprovar.exporter.infinity.transformer import Infinity
-from toprovar.exporter.model import load_infinity
+from toprovar.exporter.infinity.load import load_infinity
 
 with torch.device("meta"):  # loads what meta tensors need
     Infinity(InfinityConfig(depth=2, width=32, heads=2, ffn_width=64, text_width=16, bits=8, pool_heads=2, chunks=2))

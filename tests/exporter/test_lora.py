@@ -340,6 +340,11 @@ def test_wrong_options_of_the_command_are_refused(tiny: Any, tmp_path: Path) -> 
         assert not (tmp_path / "out").exists()
 
 
+def test_a_name_without_weights_takes_no_adapter(tmp_path: Path) -> None:
+    told = refusal("export", "infinity-2b", "--dry-run", "-o", tmp_path / "out", "--lora", unmatched(tmp_path))
+    assert "--lora needs weights" in told
+
+
 def test_reports_tell_ranks_that_differ() -> None:
     report = LoraReport(Path("l"), 1.0, 2, {"a": 2}, (), (4, 8))
     assert "rank 4 to 8" in report.lines()[0]

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from toprovar.exporter.text_encoders.encoding import encode_all
 from toprovar.exporter.text_encoders.folder import encoder_folder, open_encoder
 from toprovar.exporter.text_encoders.qwen2_vl import Qwen2VlTextEncoder
 from toprovar.exporter.text_encoders.t5 import T5TextEncoder
-from toprovar.runtime.errors import ToprovarError
+from toprovar.runtime.errors import EnvironmentFault, ToprovarError
 
 # fp32 rows against transformers' own, other shapes of the same products: measured 5e-7 of rows of size 1
 FP32 = 2e-5
@@ -64,6 +65,16 @@ def test_a_long_prompt_is_cut_at_512_tokens_with_a_warning_of_both_counts(t5, ca
     assert f"prompt 0 has {cut} tokens; the first 512 are used: " + "y" * 39 + "…" in caplog.text
     assert "negative prompt has" in caplog.text
     assert "prompt 1" not in caplog.text
+
+
+def test_a_prefix_is_encoded_and_prompts_keep_their_text(t5):
+    encoder = T5TextEncoder(t5[0])
+    found = encode_all(encoder, ["a red apple"], negative="dull", prefix="<<<t=5s>>>")
+    assert found.prompts == ("a red apple",)
+    np.testing.assert_array_equal(found.rows[0], encoder.encode("<<<t=5s>>>a red apple").rows)
+    assert found.negative is not None
+    np.testing.assert_array_equal(found.negative[1], encoder.encode("dull").rows)
+    assert found.encoder["prefix"] == "<<<t=5s>>>"
 
 
 def test_bf16_rows_stay_close_and_are_written_as_fp32(t5):
@@ -189,3 +200,10 @@ def test_tokenizer_files_can_be_written_twice(tmp_path):
     for name in ("a", "b"):
         write_tokenizer(tmp_path / name, ends=True)
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+
+
+def test_without_transformers_the_extra_is_named(t5, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(EnvironmentFault, match="transformers, which is not installed") as fault:
+        T5TextEncoder(t5[0])
+    assert fault.value.hint == "pip install 'toprovar[torch,text]'"

@@ -300,9 +300,9 @@ def interrupt(*arguments, **options):
         ("export", "toprovar.exporter.bundle_writer.BundleGraphs.step"),
         ("export", "toprovar.exporter.bundle_writer.sha256_of"),
         ("export", "toprovar.exporter.output_folder._take_place"),
-        ("run", "toprovar.runtime.noise.uniform_noise"),
+        ("run", "toprovar.runtime.pipeline.uniform_noise"),
         ("run", "os.replace"),
-        ("bench", "toprovar.runtime.noise.uniform_noise"),
+        ("bench", "toprovar.runtime.pipeline.uniform_noise"),
         ("demo", "toprovar.tools.demo.load_model"),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from toprovar.tools.evaluation.closeness import equal_bits, picture_distances
+from toprovar.tools.evaluation.closeness import NO_INDEX, equal_bits, picture_distances
 from toprovar.tools.evaluation.journal import LineJournal
 
 if TYPE_CHECKING:
@@ -71,13 +71,20 @@ def drawn_from(
         work_tokens=round(work_of(result.steps, layers), 4),
         ssim=distances["ssim"],
         psnr_db=distances["psnr_db"],
-        bits=equal_bits(result.bits, dense.bits),
+        bits=equal_draws(result, dense),
         decisions=[
             [scale, what, round(value, 6) if isinstance(value, float) else value]
             for scale, what, value in result.decisions
         ],
         right=None if right is None else dict(right),
     )
+
+
+def equal_draws(result: Result, dense: Result) -> list[list[int]]:
+    """Of bits, or of indices where the family has a codebook, as `equal_bits`."""
+    if result.indices:
+        return equal_bits(result.indices, dense.indices, NO_INDEX)
+    return equal_bits(result.bits, dense.bits)
 
 
 def _line(identity: str, record: Drawn) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from toprovar.calibrate.measures import psnr_db, ssim
 
+NO_INDEX = -1  # likewise, where indices of a codebook are drawn
 NOT_DRAWN = 255  # bit of a position that drew none: its codes come from the scale before, or from nowhere
 
 
@@ -24,9 +25,9 @@ def equal_shares(bits: Sequence[np.ndarray], dense: Sequence[np.ndarray]) -> lis
     return [float((mine == theirs).mean()) for mine, theirs in zip(bits, dense, strict=False)]
 
 
-def equal_bits(bits: Sequence[np.ndarray], dense: Sequence[np.ndarray]) -> list[list[int]]:
+def equal_bits(bits: Sequence[np.ndarray], dense: Sequence[np.ndarray], not_drawn: int = NOT_DRAWN) -> list[list[int]]:
     """Per scale that ran: equal bits, drawn bits, all bits. Arguments as in `equal_shares`."""
     return [
-        [int((mine == theirs).sum()), int((mine != NOT_DRAWN).sum()), mine.size]
+        [int((mine == theirs).sum()), int((mine != not_drawn).sum()), mine.size]
         for mine, theirs in zip(bits, dense, strict=False)
     ]

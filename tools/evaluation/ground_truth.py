@@ -55,7 +55,7 @@ def ground_truth_folder(model: str) -> Path:
     if not (folder / names.FILE).exists():
         raise ToprovarError(
             f"model {model} has no ground truth: {folder / names.FILE} does not exist",
-            "pass demo, or a folder that a training of the demo model wrote",
+            "pass demo, or a folder that a training of the demo model wrote; compare needs none with --prompts FILE",
         )
     return folder
 

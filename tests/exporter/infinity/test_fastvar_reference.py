@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from toprovar.exporter.infinity.generate import generate
-from toprovar.exporter.model import load_infinity
+from toprovar.exporter.infinity.load import load_infinity
 from toprovar.runtime.guidance import Guidance, per_scale
 from toprovar.runtime.plan import Backbone, Plan, Restore, Score
 

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 
+from toprovar.exporter.infinity.load import load_tokenizer  # noqa: E402
 from toprovar.exporter.infinity.tokenizer import (  # noqa: E402
     latent_from_bits,
     quantise_residual,
@@ -16,7 +17,6 @@ from toprovar.exporter.infinity.tokenizer import (  # noqa: E402
     tokens_from_latent,
     unpatch_bits,
 )
-from toprovar.exporter.model import load_tokenizer  # noqa: E402
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 
 # fp32 convolutions against float64; measured 1e-6 of the largest value

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprova
 
 from toprovar.exporter.infinity.config import PUBLISHED, InfinityConfig, config_from_shapes  # noqa: E402
 from toprovar.exporter.infinity.generate import generate  # noqa: E402
+from toprovar.exporter.infinity.load import load_infinity  # noqa: E402
 from toprovar.exporter.infinity.transformer import Infinity  # noqa: E402
-from toprovar.exporter.model import load_infinity  # noqa: E402
 from toprovar.runtime.errors import ToprovarError  # noqa: E402
 from toprovar.runtime.guidance import Guidance, per_scale  # noqa: E402
 
