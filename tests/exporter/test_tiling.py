@@ -12,8 +12,8 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 from toprovar.exporter.checkpoints import open_checkpoint  # noqa: E402
 from toprovar.exporter.infinity.graphs import decoder_graph  # noqa: E402
-from toprovar.exporter.infinity.weights import decoder_weights  # noqa: E402
 from toprovar.exporter.infinity.load import load_tokenizer  # noqa: E402
+from toprovar.exporter.infinity.weights import decoder_weights  # noqa: E402
 from toprovar.exporter.model import PACKAGED  # noqa: E402
 from toprovar.exporter.video_tokenizer.tokenizer import load_video_tokenizer  # noqa: E402
 from toprovar.exporter.weights_file import WEIGHTS_FILE, WeightSpec, layout_weights, write_weights  # noqa: E402

@@ -17,8 +17,8 @@ from toprovar.exporter.infinity.encode import (  # noqa: E402
     token_bits,
 )
 from toprovar.exporter.infinity.generate import generate  # noqa: E402
-from toprovar.exporter.infinity.tokenizer import BitTokenizer, TokenizerConfig, unpatch_bits  # noqa: E402
 from toprovar.exporter.infinity.load import load_tokenizer  # noqa: E402
+from toprovar.exporter.infinity.tokenizer import BitTokenizer, TokenizerConfig, unpatch_bits  # noqa: E402
 from toprovar.exporter.model import PACKAGED  # noqa: E402
 from toprovar.exporter.prompts import encode_prompt  # noqa: E402
 from toprovar.exporter.schedules import schedule_for  # noqa: E402
