@@ -105,16 +105,17 @@ class Guidance(BaseModel):
 def grown(values: Sequence[float], scales: int, growth: Growth, name: str = "cfg") -> tuple[float, ...]:
     """cfg of every scale: from one number by the family's growth, or as given for each scale.
 
-    Raises: ToprovarError naming both counts.
+    Raises: ToprovarError naming both counts, or for growth beyond what guidance can be.
     """
     if growth == "none" or len(values) != 1:
         return per_scale(tuple(values), scales, name)
-    if values[0] > LARGEST - 1:
-        raise ToprovarError(
-            f"{name}: {values[0]:g} grows beyond {LARGEST:g}; expected at most {LARGEST - 1:g}", f"write {name} 3"
-        )
     last = scales - 2 if growth == "stale" else scales - 1
-    return tuple(1 + values[0] * min(scale, last) / max(scales - 1, 1) for scale in range(scales))
+    all_scales = tuple(1 + values[0] * min(scale, last) / max(scales - 1, 1) for scale in range(scales))
+    if max(all_scales) > LARGEST:
+        raise ToprovarError(
+            f"{name}: {values[0]:g} grows to {max(all_scales):g}; expected at most {LARGEST:g}", f"write {name} 3"
+        )
+    return all_scales
 
 
 def per_scale(values: list[float] | tuple[float, ...], scales: int, name: str) -> tuple[float, ...]:

@@ -331,6 +331,10 @@ class Manifest(Part):
                     raise ValueError(f"variant {name}, scale {step.scale} has {len(step.counts)} layer counts")
         if len(self.guidance.cfg) != len(self.schedule) or len(self.guidance.tau) != len(self.schedule):
             raise ValueError("guidance must give one cfg and one tau per scale")
+        if len(self.guidance.top_k) not in (0, len(self.schedule)):
+            raise ValueError("guidance must give one top_k per scale, or none")
+        if self.images != max(step.images for steps in self.variants.values() for step in steps):
+            raise ValueError(f"there are no steps for {self.images} images")
         return self
 
     def _check_video(self) -> None:

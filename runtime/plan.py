@@ -435,7 +435,7 @@ def load_plan(path: Path) -> Plan:
     try:
         plan.check()
     except ToprovarError as error:
-        raise ToprovarError(f"{path}: {error.message}", error.hint) from None
+        raise ToprovarError(f"{path}: {error.message}", error.hint or MADE) from None
     return plan
 
 

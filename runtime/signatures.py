@@ -49,6 +49,13 @@ def check_signatures(manifest: Manifest) -> None:
 
 def _check_prompt(manifest: Manifest) -> None:
     text, prompt = manifest.text, manifest.prompt
+    for name, facts in prompt.outputs.items():
+        if facts.shape[rows_axis(name) :][:1] != (manifest.rows,):
+            raise ToprovarError(
+                f"manifest gives {prompt.file} output {name} {text_of(facts)}; expected {manifest.rows} on axis "
+                f"{rows_axis(name)}",
+                HINT,
+            )
     if text is None:
         _expect(prompt, "inputs", {"labels": _facts("I64", manifest.rows)})
         return

@@ -16,7 +16,7 @@ from toprovar.tools.comparison.numbers import (
 )
 from toprovar.tools.comparison.records import Drawn, DrawnJournal, work_of
 from toprovar.tools.comparison.winners import find_winners, sentence
-from toprovar.tools.evaluation.closeness import NOT_DRAWN, equal_bits, equal_shares
+from toprovar.tools.evaluation.closeness import NO_INDEX, NOT_DRAWN, equal_bits, equal_shares
 from toprovar.tools.evaluation.intervals import paired_difference, wilson_interval
 
 BASE = Drawn(
@@ -152,3 +152,8 @@ def test_a_best_of_ours_names_those_it_is_not_told_apart_from():
     ]
     told = sentence(next(e for e in find_winners(variants, (3.0,)) if (e["axis"], e["score"]) == ("TLE", "SSIM")))
     assert told == "At 3 times by TLE, ours has the best SSIM of 3 plans: 0.900 at 3.00, not told apart from near."
+
+
+def test_codes_that_were_not_drawn_are_not_counted():
+    mine, dense = np.array([4, -1, 7, 200], np.int32), np.array([4, 3, 8, 200], np.int32)
+    assert equal_bits([mine], [dense], NO_INDEX) == [[2, 3, 4]]
