@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from tiny_star import write_tiny_star
 
-pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
-
 from toprovar.exporter.bundle_writer import export_bundle
 from toprovar.exporter.model import load_model
 from toprovar.exporter.planned.step import StepOptions
 from toprovar.runtime.bundle import open_bundle
 from toprovar.runtime.errors import ToprovarError
 from toprovar.runtime.noise import noise_that_draws, uniform_noise
+from toprovar.runtime.pipeline import picture_from_image
 from toprovar.runtime.video_decoding import decoded_frames
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'toprovar[torch]'")
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +97,19 @@ def test_keys_of_the_clip_before_must_be_there(bundle: Path) -> None:
     )
 
 
-def test_frames_that_are_not_finite_are_an_error(bundle: Path) -> None:
+def test_chunks_are_the_whole_video_and_values_must_be_finite(bundle: Path) -> None:
     from toprovar.runtime.backends.onnxruntime import OnnxRuntimeBackend
 
     opened = open_bundle(bundle)
     backend, video = OnnxRuntimeBackend(opened), opened.manifest.video
     assert video is not None
     assert opened.manifest.decoder is not None
-    codes = np.zeros(opened.manifest.code_shape, np.float32)
-    assert decoded_frames(backend, opened.manifest.decoder, video, codes).shape == (17, 96, 96, 3)
+    codes = np.random.default_rng(3).standard_normal(opened.manifest.code_shape).astype(np.float32)
+    frames = decoded_frames(backend, opened.manifest.decoder, video, codes)
+    assert frames.shape == (17, 96, 96, 3)
+    model = load_model(str(bundle.parent / "model"))
+    at_once = picture_from_image(model.family.decode(model, torch.from_numpy(codes)[None])[0].numpy())
+    assert np.abs(at_once.reshape(frames.shape).astype(int) - frames).max() <= 1  # rounding of a value between two
     codes[0, -1, 0] = np.nan
     with pytest.raises(ToprovarError, match="non-finite"):
         decoded_frames(backend, opened.manifest.decoder, video, codes)
