@@ -122,7 +122,7 @@ LIES = [
     (["model", "layers"], 5, "4 layer counts"),
     (["model", "width"], 33, "width 33 over 2 heads"),
     (["model", "heads"], 4, "k_"),
-    (["rows"], 1, "text_rows F32[2, 12, 16]; expected F32[1, 12, 16]"),
+    (["rows"], 1, "output pooled_text F32[2, 32]; expected 1 on axis 0"),
     (["schedule", 2], [4, 5], "16 tokens"),
     (["schedule", 2], [4, -4], "schedule.2.1"),
     (["schedule", 2], [4, 10**30], "schedule.2.1"),

@@ -76,6 +76,7 @@ def with_another_path(manifest):
 
 
 def with_images(manifest):
+    manifest["images"] = 2
     for step in manifest["variants"]["dense"]:
         step["images"] = 2
 

@@ -70,12 +70,15 @@ def test_a_second_run_keeps_what_is_done(finished, capsys):
     assert "calibrate: done before" in capsys.readouterr().err
 
 
-def test_dense_codes_equal_pytorch_for_at_least_20_of_24_pairs_and_else_tie(finished, model):
+@pytest.mark.parametrize(
+    ("seeds", "equal"), [((2**40 + 3,), 6), pytest.param((0, 1, 2**40 + 3), 20, marks=pytest.mark.slow)]
+)
+def test_dense_codes_equal_pytorch_for_nearly_all_pairs_and_else_tie(finished, model, seeds, equal):
     pipeline = open_pipeline(finished[0] / "bundle")
-    pairs = [(prompt, seed) for prompt in demo_prompts() for seed in (0, 1, 2**40 + 3)]
-    assert len(pairs) == 24
+    pairs = [(prompt, seed) for prompt in demo_prompts() for seed in seeds]
+    assert len(pairs) == 8 * len(seeds)
     found = [compare_with_torch(model, pipeline, model.schedule, model.guidance(), *pair) for pair in pairs]
-    assert sum(comparison.different == 0 for comparison in found) >= 20
+    assert sum(comparison.different == 0 for comparison in found) >= equal
     for pair, comparison in zip(pairs, found, strict=True):
         assert comparison.different == 0 or comparison.is_tie, (pair, comparison)
 
